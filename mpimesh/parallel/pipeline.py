@@ -11,7 +11,7 @@ import numpy as np
 
 from mpimesh.arguments import as_flag, as_int
 from mpimesh.arrays import DTypeLike
-from mpimesh.errors import ScheduleError
+from mpimesh.errors import ScheduleError, TraceError
 from mpimesh.nn import Loss, Sequential, SupportsLayer
 from mpimesh.parallel.batch import Batch, Rows, SupportsStep
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
@@ -473,9 +473,12 @@ class PipelineParallel(ParallelModel):
         same time axis the predicted one.
 
         Raises:
-            TraceError: On every rank, if the tracers do not hold the whole step.
+            TraceError: On every rank, if the tracers do not hold the whole step, or `path` does not
+                end in .svg.
             OSError: On the first rank, if the file cannot be written.
         """
+        if Path(path).suffix.lower() != ".svg":
+            raise TraceError(f"the picture of a step is an SVG: {path} must end in .svg")
         report = report_step(self._engine)
         if report is not None:
             Path(path).write_text(report.to_svg(), encoding="utf-8")

@@ -48,6 +48,15 @@ def sleeping_step(mesh: mm.DeviceMesh, num_microbatches: int, schedule: Any, pat
     return pipe.step_picture(path)
 
 
+def test_a_picture_of_another_kind_is_refused_on_every_rank(tmp_path):
+    def body(mesh):
+        pipe = make_pipeline(mesh, tracer=mm.Tracer(mesh.rank))
+        with raises(TraceError, "step.png", "SVG", "end in .svg"):
+            pipe.step_picture(tmp_path / "step.png")
+
+    on_ranks("pp=2", body)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_prediction_is_that_of_the_measured_means(schedule, tmp_path):
     p, m = 3, 6
