@@ -1,490 +1,383 @@
-"""TensorFlow DTensor's checkpoints, data set of split batches, and heartbeat.
+"""TensorFlow's ``tf.experimental.dtensor``: meshes, layouts, arrays, checkpoints, data, heartbeat.
 
-By a heartbeat ranks see each other. TensorFlow beats in a thread. Here the program beats, where all
-its ranks come by anyway: a rank that hangs in its own code is missed, too, and there is no second
-order of messages beside the program's.
+A rank is one client with one device. What moves data needs a live mesh: that of
+:func:`create_distributed_mesh`, a :class:`mpimesh.DeviceMesh`, or that of :func:`default_mesh`.
 """
 
 from __future__ import annotations
 
-import os
-import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mpimesh.arguments import as_int, as_time, check_kind, rank_names, shown
+from mpimesh import dtensor
+from mpimesh.arguments import shown
 from mpimesh.arrays import HostArray
-from mpimesh.data import Batches, UnreadRows
-from mpimesh.dtensor import DTensor, DVariable
-from mpimesh.errors import (
-    CollectiveTimeoutError,
-    DTypeError,
-    GroupError,
-    LayoutError,
-    MeshError,
-    MismatchError,
-    ModuleError,
-    PeerLostError,
-    ShapeError,
-    StoreError,
-    on_all_ranks,
+from mpimesh.compat.tensorflow_layout import (
+    MATCH,
+    UNSHARDED,
+    Layout,
+    Mesh,
+    create_mesh,
+    full_name,
+    shape_for,
 )
-from mpimesh.layout import AxisLayout, Layout, Shard
-from mpimesh.parallel.microbatch import Tree, tree_map
-from mpimesh.runtime import CollectiveTensor, DeviceMesh
+from mpimesh.compat.tensorflow_training import (
+    DTensorCheckpoint,
+    DTensorDataset,
+    Heartbeat,
+    enable_save_as_bf16,
+    heartbeat_enabled,
+    name_based_restore,
+    name_based_save,
+    sharded_save,
+)
+from mpimesh.dtensor import DTensor, default_layout, distribute
+from mpimesh.dtensor.defaults import current_mesh
+from mpimesh.errors import LayoutError, MeshError, RankError, ShapeError
+from mpimesh.layout import Layout as CoreLayout
+from mpimesh.layout import Placement, PlacementLike, Replicate, Shard
+from mpimesh.mesh import DimsLike
+from mpimesh.mesh.dims import parse_dims
+from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.agreement import agree_alike
-from mpimesh.runtime.tracebacks import write_error
-from mpimesh.runtime.watchdog import EXIT_CODE
-from mpimesh.store import load, save
+from mpimesh.runtime.world import current_world
 
 __all__ = [
+    "MATCH",
+    "UNSHARDED",
     "DTensorCheckpoint",
     "DTensorDataset",
+    "DVariable",
     "Heartbeat",
+    "Layout",
+    "Mesh",
+    "barrier",
+    "call_with_layout",
+    "check_layout",
+    "client",
+    "copy_to_mesh",
+    "create_distributed_mesh",
+    "create_mesh",
+    "create_tpu_mesh",
+    "default_mesh",
+    "device_name",
     "enable_save_as_bf16",
+    "fetch_layout",
+    "get_default_mesh",
     "heartbeat_enabled",
+    "initialize_accelerator_system",
+    "is_dtensor",
     "name_based_restore",
     "name_based_save",
+    "pack",
+    "relayout",
+    "relayout_like",
+    "run_on",
     "sharded_save",
+    "shutdown_accelerator_system",
+    "to_numpy",
+    "unpack",
+    "unpacked",
 ]
 
-_SPEAKERS = 2
-"""Ranks from this one on are silent about the first strikes: of the others one is there."""
+# -- clients --------------------------------------------------------------------------------------
 
 
-def heartbeat_enabled() -> bool:
-    """Tell whether ``DTENSOR_ENABLE_HEARTBEAT`` is unset, ``true`` or ``1``. Local."""
-    return os.environ.get("DTENSOR_ENABLE_HEARTBEAT", "true").lower() in ("true", "1")
+class Client(NamedTuple):
+    """This process among the others, each of which has one device."""
 
-
-class Heartbeat:
-    """A check of liveness, for a program whose ranks might hang or be stopped without an end.
-
-    Making it is collective over the mesh. What the variable of :func:`heartbeat_enabled` says on
-    the first rank holds for all: if it is off, beats do nothing.
-
-    Args:
-        mesh: Whose ranks beat.
-        timeout_s: Longest wait for the others until a strike.
-        strikes: At so many in a row the rank raises.
-
-    Raises:
-        MeshError: If `mesh` is no mesh.
-        GroupError: If `timeout_s` or `strikes` will not do.
-
-    Example:
-        >>> with mm.DeviceMesh("dp=-1") as mesh:
-        ...     heartbeat = mm.compat.tensorflow.Heartbeat(mesh, timeout_s=20.0)
-        ...     for step in range(3):
-        ...         heartbeat.beat()
-        ...     heartbeat.beats
-        3
-    """
-
-    def __init__(self, mesh: DeviceMesh, *, timeout_s: float = 20.0, strikes: int = 3) -> None:
-        check_kind(mesh, DeviceMesh, "mesh", MeshError, wanted="a DeviceMesh")
-        limit_s = as_time(timeout_s, "timeout_s", GroupError)
-        if not limit_s:
-            raise GroupError(
-                f"timeout_s must be a number of seconds above 0, got {shown(timeout_s)}"
-            )
-        self.beats = 0
-        self._limit_s = limit_s
-        self._strikes = as_int(strikes, "strikes", GroupError, least=1)
-        self._group = mesh.group()
-        token = 1 + secrets.randbelow(2**16 - 1) if heartbeat_enabled() else 0
-        self._token = int(self._group.broadcast(np.array([token])).resolve()[0])
+    client_id: int
+    num_clients: int
+    preferred_device_type: str
+    jobs: tuple[str, ...]
+    num_local_devices: int = 1
 
     @property
-    def enabled(self) -> bool:
-        """Whether beats do something: the same on all ranks."""
-        return self._token != 0
+    def num_global_devices(self) -> int:
+        """The number of devices of all clients."""
+        return self.num_clients
 
-    def beat(self) -> None:
-        """Wait for all ranks of the mesh, each of which shows the token of this job. Collective.
+    @property
+    def job_name(self) -> str:
+        """``localhost`` for one client, else ``worker``."""
+        return "localhost" if self.num_clients == 1 else "worker"
 
-        After `timeout_s` without one of them it is a strike, which the first ranks write to stderr;
-        at the last strike the rank raises. If nobody catches that, it ends the job, with exit code
-        124 where the launcher hands it on.
+    def full_job_name(self, task_id: int | None = None) -> str:
+        """Return the name of a client, this one if `task_id` is None."""
+        task = self.client_id if task_id is None else task_id
+        if not 0 <= task < self.num_clients:
+            raise RankError(f"task_id {task} is outside of {self.num_clients} clients")
+        return f"{self.job_name}/replica:0/task:{task}"
 
-        Raises:
-            PeerLostError: At the last strike, naming the ranks that have not come.
-            MismatchError: On every rank, naming ranks that have shown another token.
+    def local_devices(self) -> list[str]:
+        """Return the names of this client's devices."""
+        return [full_name(f"{self.preferred_device_type}:0", self.job_name, self.client_id)]
 
-        Cost:
-            An all-reduce of 8 bytes for each rank, and the messages of a barrier with a limit.
-        """
-        if not self.enabled:
-            return
-        group = self._group
-        signal = np.zeros(group.size, np.int64)
-        signal[group.rank] = self._token
-        # Started before the wait: a rank that comes late finds all others in it.
-        received = self._wait(group.all_reduce(signal, label="heartbeat"))
-        wrong = np.flatnonzero(received != self._token).tolist()
-        if wrong:
-            raise on_all_ranks(
-                MismatchError(
-                    f"heartbeat {self.beats} of group {group.name!r}: {rank_names(wrong)} did not "
-                    f"show the token {self._token} but {received[wrong[:4]].tolist()}: memory or "
-                    "messages are damaged; start the job anew"
-                )
-            )
-        self.beats += 1
 
-    def _wait(self, shown_tokens: CollectiveTensor) -> HostArray:
-        group, missing, text = self._group, "", ""
-        for strike in range(1, self._strikes + 1):
-            try:
-                if strike == 1:  # it names who is missing
-                    group.barrier(timeout_s=self._limit_s, label="heartbeat")
-                tokens: HostArray = shown_tokens.resolve(self._limit_s)
-                return tokens
-            except CollectiveTimeoutError as error:
-                missing = missing or str(error)
-                text = f"heartbeat {self.beats}, strike {strike} of {self._strikes}: {missing}"
-                if group.world_rank in group.ranks[:_SPEAKERS] and strike < self._strikes:
-                    write_error(group.world_rank, f"mpimesh: {text}")
-        lost = PeerLostError(
-            f"{text}; after {self._strikes} strikes of {self._limit_s:g} s they count as lost, and "
-            "this rank ends the job: look at what they do, or give a longer timeout_s"
+_CLIENTS: WeakKeyDictionary[Any, Client] = WeakKeyDictionary()
+"""Of each world that is initialized, this process."""
+
+
+def client() -> Client:
+    """Return this process among the others; MeshError before the system is initialized. Local."""
+    found = _CLIENTS.get(current_world())
+    if found is None:
+        raise MeshError(
+            "the accelerator system is not initialized; call initialize_accelerator_system first"
         )
-        lost.exit_code = EXIT_CODE
-        raise lost
-
-
-class DTensorDataset:
-    """Batches of a data set as split arrays, of which each rank reads its own rows.
-
-    Making it is collective over the mesh, and so is the first batch that a function reads;
-    iterating is local otherwise, and begins at the first row each time. Rows come in order, and the
-    last ones that are too few for a batch are left out, as in TensorFlow;
-    :class:`mpimesh.data.Batches`, on which it is built, does otherwise, too.
-
-    Args:
-        dataset: What :class:`~mpimesh.data.Batches` reads: arrays, or a function with `rows`.
-        mesh: The mesh of all layouts.
-        layouts: A layout for each array of the data set, built as it is; with the axis of rows.
-        global_batch_size: Rows of a batch, which the ranks along `batch_dim` must share evenly.
-        dataset_already_batched: Must be False: the data set has rows.
-        batch_dim: The dim along which rows are split; None if each rank has all.
-        prefetch: Most batches that are read ahead; 1 if None.
-        rows: Rows that a function can read.
-
-    Raises:
-        LayoutError: On every rank, if a layout is on another mesh, or splits rows otherwise.
-        ModuleError: On every rank, if rows cannot be shared evenly, or an argument is wrong.
-
-    Example:
-        >>> with mm.DeviceMesh("batch=-1") as mesh:
-        ...     layout = mm.layout.AxisLayout(["batch", "unsharded"], mesh)
-        ...     data = mm.compat.tensorflow.DTensorDataset(
-        ...         np.eye(8), mesh=mesh, layouts=layout, global_batch_size=4, batch_dim="batch")
-        ...     [x.shape for x in data]
-        [(4, 8), (4, 8)]
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        mesh: DeviceMesh,
-        layouts: Tree,
-        global_batch_size: int,
-        dataset_already_batched: bool = False,
-        batch_dim: str | None = None,
-        prefetch: int | None = None,
-        rows: int | None = None,
-    ) -> None:
-        check_kind(mesh, DeviceMesh, "mesh", MeshError, wanted="a DeviceMesh")
-        if dataset_already_batched:
-            raise ModuleError("dataset_already_batched must be False: give the rows, not batches")
-        size = as_int(global_batch_size, "global_batch_size", ModuleError, least=1)
-        shards = 1 if batch_dim is None else mesh.dim_size(batch_dim)
-        if size % shards:
-            raise ModuleError(
-                f"global_batch_size must be a multiple of the {shards} ranks along "
-                f"{batch_dim!r}, got {size}"
-            )
-        self._mesh = mesh
-        self._layouts = {
-            path: _row_layout(one, f"layouts{path}", mesh, batch_dim)
-            for path, one in _by_path(layouts).items()
-        }
-        self._batches = Batches(
-            dataset,
-            mesh,
-            size,
-            rows=rows,
-            shuffle=False,
-            drop_last=True,
-            dim=batch_dim,
-            prefetch=1 if prefetch is None else prefetch,
-        )
-
-    def __len__(self) -> int:
-        """Return the number of batches."""
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Tree]:
-        """Give the batches from the first on."""
-        self._batches.load_state_dict({**self._batches.state_dict(), "position": 0})
-        return map(self._placed, self._batches)
-
-    def close(self) -> None:
-        """End what reads ahead. Local, and may be called again."""
-        self._batches.close()
-
-    def _placed(self, batch: Tree) -> Tree:
-        """Return the arrays of a batch in their layouts, of which this rank has all rows it needs.
-
-        Raises:
-            ModuleError: If the layouts are built otherwise than the batch.
-        """
-        paths = _by_path(batch).keys()
-        if paths != self._layouts.keys():
-            raise ModuleError(
-                "layouts must have a layout in the place of each array of the data set, which has "
-                f"{', '.join(f'dataset{path}' for path in paths)}, got "
-                f"{', '.join(f'layouts{path}' for path in self._layouts)}"
-            )
-
-        def placed(leaf: Any, path: str) -> Any:
-            if isinstance(leaf, UnreadRows):
-                return leaf
-            layout = self._layouts[path]
-            _, *inner = layout.box(leaf.shape, self._mesh.rank)
-            block = leaf.local[(slice(None), *(slice(*one) for one in inner))].copy()
-            return DTensor(self._mesh, layout, leaf.shape, leaf.dtype, block)
-
-        return tree_map(placed, batch)
-
-
-def _by_path(tree: Tree) -> dict[str, Any]:
-    """Return what a tree holds by where it stands."""
-    found: dict[str, Any] = {}
-    tree_map(lambda leaf, path: found.update({path: leaf}), tree)
     return found
 
 
-def _row_layout(one: Any, path: str, mesh: DeviceMesh, batch_dim: str | None) -> Layout:
-    """Return a layout if rows are split along `batch_dim` and nothing else.
+def initialize_accelerator_system(device_type: str | None = None) -> str:
+    """Start MPI, find the devices of all ranks, and return the type of device to use. Collective.
 
     Raises:
-        LayoutError: If it is none, or they are not.
+        MeshError: On every rank, if it was called before, or not all have such a device.
     """
-    if not isinstance(one, AxisLayout | Layout):
-        raise LayoutError(f"{path} must be an AxisLayout or a Layout, got {shown(one)}")
-    layout = Layout(mesh, one if isinstance(one, Layout) else one.layout)
-    by = [
-        dim
-        for dim, spec in zip(mesh.dim_names, layout.placement, strict=True)
-        if isinstance(spec, Shard) and spec.axis == 0
-    ]
-    if by != ([] if batch_dim is None else [batch_dim]) or layout.partial_op:
+    world = current_world()
+    if world in _CLIENTS:
+        raise MeshError("the accelerator system is initialized; shutdown_accelerator_system first")
+    with DeviceMesh("clients=-1") as mesh:
+        found = "GPU" if all(one.backend.is_gpu for one in mesh.all_devices()) else "CPU"
+        if device_type is not None and device_type.upper() not in (found, "CPU"):
+            raise MeshError(f"device_type {device_type} is asked for, but the ranks have {found}")
+        kind = found if device_type is None else device_type.upper()
+        _CLIENTS[world] = Client(mesh.rank, mesh.world_size, kind, mesh.hosts)
+    return kind
+
+
+def shutdown_accelerator_system() -> None:
+    """Undo :func:`initialize_accelerator_system`; MPI goes on. MeshError if it is not. Local."""
+    client()
+    del _CLIENTS[current_world()]
+
+
+def create_distributed_mesh(
+    mesh_dims: DimsLike | None = None, mesh_name: str = "", device_type: str | None = None
+) -> Mesh:
+    """Return a live mesh of all clients, whose ids and dims all have alike. Collective.
+
+    Close its :attr:`Mesh.live` at the end.
+
+    Raises:
+        MeshError: On every rank, if the accelerator system is not initialized, or the mesh does
+            not have as many places as there are clients.
+    """
+    clients, kind = client().num_clients, client().preferred_device_type
+    if device_type not in (None, kind):
+        raise MeshError(f"device_type is {device_type}, but the clients have a {kind} each")
+    dims = parse_dims({"x": -1} if mesh_dims is None else mesh_dims)
+    what = f"Global number of devices (1 per client * {clients} clients = {clients})"
+    shape = shape_for(dims, clients, what)
+    pairs = [(dim.name, size) for dim, size in zip(dims, shape, strict=True)]
+    return Mesh.of(DeviceMesh(pairs, name=mesh_name))
+
+
+def create_tpu_mesh(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse: there are no TPUs here; see :func:`create_distributed_mesh`."""
+    raise MeshError("there are no TPUs here: create_distributed_mesh makes a mesh of all ranks")
+
+
+# -- arrays ---------------------------------------------------------------------------------------
+
+
+def _live(layout: Any, mesh: Any = None) -> DeviceMesh:
+    """Return the live mesh that is meant."""
+    there = getattr(layout, "mesh", None)
+    live = next((one for one in (mesh, there, current_mesh()) if _of_live(one)), None)
+    if live is None:
         raise LayoutError(
-            f"{path} must split axis 0, the rows, along batch_dim={batch_dim!r} and no other dim, "
-            f"got {layout.text!r}"
+            "a layout says on which ranks, and a live mesh moves data between them: give mesh=, or "
+            "work within `with default_mesh(mesh):`"
         )
-    return layout
+    found: DeviceMesh = _of_live(live)
+    return found
 
 
-# -- checkpoints ----------------------------------------------------------------------------------
-
-Tensors: TypeAlias = Mapping[str, DTensor | DVariable]
-
-
-def name_based_save(mesh: DeviceMesh, checkpoint_prefix: str, name_tensor_dict: Tensors) -> None:
-    """Save split arrays and variables by name. Collective over the mesh.
-
-    Each part is written once, by a rank that has it. A float32 variable with `save_as_bf16` is
-    rounded. What comes of it is a folder for :func:`mpimesh.save` and :func:`mpimesh.load`, too.
-
-    Args:
-        mesh: The mesh of all of them.
-        checkpoint_prefix: The path.
-        name_tensor_dict: What to save.
-
-    Raises:
-        StoreError: On every rank, if something is no split array, or cannot be written.
-        MeshError: On every rank, if something lies on another mesh.
-        MismatchError: On every rank, if the ranks save different names.
-    """
-    save(checkpoint_prefix, _checked(mesh, "name_based_save", name_tensor_dict), mesh=mesh)
+def _of_live(mesh: Any) -> Any:
+    return mesh if isinstance(mesh, DeviceMesh) else getattr(mesh, "live", None)
 
 
-def sharded_save(
-    mesh: DeviceMesh,
-    file_prefix: str,
-    tensor_names: Sequence[str],
-    shape_and_slices: Sequence[str] | None,
-    tensors: Sequence[DTensor | DVariable],
-) -> None:
-    """Save split arrays and variables, as :func:`name_based_save`. Collective over the mesh.
+def _placed(layout: PlacementLike, shape: Sequence[int], source: DTensor | None = None) -> Any:
+    """Return placements, for an array of `shape`; "match" as the source has it."""
+    if not isinstance(layout, Layout):
+        return layout
+    layout.local_shape_from_global_shape(shape)
+    if source is None or MATCH not in layout.specs:
+        return layout.placement
+    specs = [spec if isinstance(spec, Shard) else None for spec in source.placement]
+    known = {
+        n: s for n, s in zip(source.layout.mesh.dim_names, specs, strict=True) if s is not None
+    }
+    kept = {n: s for n, s in known.items() if layout.specs[s.axis] == MATCH}
+    names = layout.mesh.dim_names
+    for name, spec in kept.items():
+        if name in layout.specs or name not in names:
+            raise LayoutError(f"{layout.sharding_specs} cannot match axis {spec.axis} by {name}")
+    found = {n: Shard(layout.specs.index(n)) for n in names if n in layout.specs} | kept
+    return Placement([found.get(name, Replicate()) for name in names])
 
-    Args:
-        mesh: The mesh of all of them.
-        file_prefix: The path.
-        tensor_names: Their names.
-        shape_and_slices: An empty text for each, or None: all of each is saved.
-        tensors: What to save.
+
+def _tensor(x: Any, what: str) -> DTensor:
+    x = x.value() if isinstance(x, dtensor.DVariable) else x
+    if not isinstance(x, DTensor):
+        raise LayoutError(f"{what} takes a DTensor, got {type(x).__name__}, which has no layout")
+    return x
+
+
+def pack(tensors: Sequence[Any], layout: Layout, *, mesh: Any = None) -> DTensor:
+    """Return the array of which each rank gives its component. Collective; only facts move.
 
     Raises:
-        StoreError: So, and if there are not as many names as arrays, or a name stands twice.
+        ShapeError: On every rank, if a rank does not give one component that fits.
+        MismatchError: On every rank, if components differ in shape, dtype or layout.
     """
+    live = _live(layout, mesh)
 
-    def paired() -> str:
-        slices = ["" for _ in tensor_names] if shape_and_slices is None else [*shape_and_slices]
-        if any(slices) or not len(tensor_names) == len(slices) == len(tensors):
-            raise StoreError(
-                "sharded_save takes a name, an empty slice and an array for each, got "
-                f"{len(tensor_names)} names, slices {slices} and {len(tensors)} arrays"
-            )
-        if len(set(tensor_names)) < len(tensor_names):
-            raise StoreError(f"each name stands once, got {[*tensor_names]}")
-        return "arrays with names"
+    def shape() -> tuple[Any, ...]:
+        if not isinstance(tensors, list | tuple) or len(tensors) != 1:
+            count = len(tensors) if isinstance(tensors, list | tuple) else "no list"
+            raise ShapeError(f"expected 1 inputs to DTensorPack, but got {count}: one for a rank")
+        block = np.asarray(tensors[0])
+        return layout.global_shape_from_local_shape(block.shape), block.dtype.name, layout.specs
 
-    agree_alike(mesh.group()._core, "sharded_save", paired)
-    name_based_save(mesh, file_prefix, dict(zip(tensor_names, tensors, strict=True)))
+    found, _, _ = agree_alike(live.group()._core, "pack", shape)
+    block = np.asarray(tensors[0])
+    return DTensor.from_local(block, live, layout.placement, shape=found)
 
 
-def name_based_restore(
-    mesh: DeviceMesh, checkpoint_prefix: str, name_tensor_dict: Tensors
-) -> dict[str, DTensor]:
-    """Return saved arrays by name, as new ones in given layouts. Collective over the mesh.
+def unpack(tensor: DTensor) -> list[Any]:
+    """Return the list of this rank's components. Local."""
+    return [_tensor(tensor, "unpack").local]
 
-    They may have been saved in any layout, on any number of ranks. What else was saved is not read.
+
+def copy_to_mesh(tensor: Any, layout: PlacementLike, *, mesh: Any = None) -> DTensor:
+    """Put an array that every rank has on a mesh; each keeps its shard. Nothing moves."""
+    if isinstance(tensor, DTensor):
+        return relayout(tensor, layout, mesh=mesh)
+    whole = np.asarray(tensor)
+    return distribute(whole, _live(layout, mesh), _placed(layout, whole.shape))
+
+
+def relayout(tensor: DTensor, layout: PlacementLike, *, mesh: Any = None) -> DTensor:
+    """Return the same array in another layout; MATCH keeps how an axis is split. Collective."""
+    x = _tensor(tensor, "relayout")
+    there = _of_live(mesh) or _of_live(getattr(layout, "mesh", None)) or x.mesh
+    return x.redistribute(_placed(layout, x.shape, x), mesh=there)
+
+
+def relayout_like(tensor: DTensor, layout_tensor: DTensor) -> DTensor:
+    """Return an array in the layout and on the mesh of another. Collective."""
+    other = _tensor(layout_tensor, "relayout_like")
+    return _tensor(tensor, "relayout_like").redistribute(other.placement, mesh=other.mesh)
+
+
+def fetch_layout(tensor: DTensor) -> Layout:
+    """Return the layout of an array; LayoutError if one spec an axis cannot say it. Local."""
+    x = _tensor(tensor, "fetch_layout")
+    return Layout.of(x.layout, x.ndim, x.mesh)
+
+
+def check_layout(tensor: DTensor, layout: PlacementLike) -> None:
+    """Raise LayoutError, with both layouts, if the array has another one. Local."""
+    x = _tensor(tensor, "check_layout")
+    expected = CoreLayout(getattr(layout, "mesh", x.layout.mesh), layout)
+    if not x.layout.agrees_with(expected):
+        raise LayoutError(
+            f"Layout of tensor: {x.layout}, did not match expected layout: {expected}"
+        )
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Tell whether it is a split array. Local."""
+    return isinstance(tensor, DTensor)
+
+
+def call_with_layout(
+    fn: Callable[..., Any], layout: PlacementLike | None, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function, and lay its result out; None leaves it as it is."""
+    found = fn(*args, **kwargs)
+    return found if layout is None else copy_to_mesh(found, layout)
+
+
+class DVariable(dtensor.DVariable):
+    """A split array that can be assigned anew; see :class:`mpimesh.dtensor.DVariable`.
 
     Args:
-        mesh: The mesh.
-        checkpoint_prefix: The path.
-        name_tensor_dict: For each name an array or a variable of its shape, dtype and layout, whose
-            values stay as they are: ``variable.assign(restored[name])`` takes them over.
-
-    Raises:
-        StoreError: On every rank, if a name is not in the checkpoint, or there is none.
-        ShapeError: On every rank, if an array was saved with another shape.
-        DTypeError: On every rank, if it was saved with another dtype; but a variable with
-            `save_as_bf16` may have been saved as bfloat16.
-    """
-    wanted = _checked(mesh, "name_based_restore", name_tensor_dict)
-
-    def layout(name: str, shape: tuple[int, ...], dtype: Any) -> Layout:
-        one = wanted[name]
-        if tuple(shape) != tuple(one.shape):
-            raise ShapeError(f"{name!r} was saved with shape {shape}, and {one!r} has {one.shape}")
-        if dtype != one.dtype and not (_saves_as_bf16(one) and dtype.name == "bfloat16"):
-            raise DTypeError(f"{name!r} was saved as {dtype}, and {one!r} is of {one.dtype}")
-        return one.layout
-
-    found: dict[str, DTensor] = load(
-        checkpoint_prefix,
-        mesh=mesh,
-        layout=layout,
-        rename=lambda name: name if name in wanted else None,
-    )
-    missing = sorted(wanted.keys() - found.keys())
-    if missing:
-        raise StoreError(f"{checkpoint_prefix} has nothing of the names {missing}")
-    return {name: found[name].astype(one.dtype, copy=False) for name, one in wanted.items()}
-
-
-def enable_save_as_bf16(variables: Iterable[Any]) -> None:
-    """Have float32 variables saved as bfloat16, and restored from it. Local, alike on all ranks.
-
-    What is no :class:`~mpimesh.dtensor.DVariable` is passed over.
-
-    Raises:
-        DTypeError: If a variable is not of float32.
-    """
-    for one in variables:
-        if isinstance(one, DVariable):
-            one.save_as_bf16 = True
-
-
-class DTensorCheckpoint:
-    """A tree that is saved again and again, each time under a number. Local to make.
-
-    Args:
-        mesh: The ranks that save it.
-        root: A tree as :func:`mpimesh.save` takes it: a model, a dict of variables and others.
-        **entries: More of it, by name.
-
-    Attributes:
-        save_counter: How often it was saved, also before what was restored.
-
-    Example:
-        >>> checkpoint = DTensorCheckpoint(mesh, model=model, optimizer=optimizer)
-        >>> path = checkpoint.save("run/checkpoint")  # run/checkpoint-1
-        >>> checkpoint.restore(path)
+        initial_value: The values: a DTensor, a whole array, or a function that gives one.
+        layout: Where they are to be.
+        dtype: The dtype; that of the values if None.
+        name: A name.
+        save_as_bf16: Whether float32 is saved as bfloat16.
+        mesh: The live mesh, where `layout` has none.
     """
 
-    def __init__(self, mesh: DeviceMesh, root: Any = None, **entries: Any) -> None:
-        check_kind(mesh, DeviceMesh, "mesh", MeshError, wanted="a DeviceMesh")
-        self._mesh = mesh
-        self._tree = {**entries, **({} if root is None else {"root": root})}
-        self.save_counter = 0
+    __slots__ = ()
 
-    def save(self, file_prefix: str) -> str:
-        """Save it as ``{file_prefix}-{number}``, and return that path. Collective.
-
-        Raises:
-            StoreError: As :func:`mpimesh.save`, on every rank.
-        """
-        path = f"{file_prefix}-{self.save_counter + 1}"
-        save(path, {**self._tree, _COUNTER: self.save_counter + 1}, mesh=self._mesh)
-        self.save_counter += 1
-        return path
-
-    def restore(self, save_path: str) -> dict[str, Any]:
-        """Take over what was saved, in the layouts that arrays and variables have. Collective.
-
-        All that is in the tree must have been saved, as TensorFlow's ``assert_consumed`` asks.
-
-        Returns:
-            The tree, which has the values of the checkpoint also where there is nothing to be
-            written into, such as numbers.
-
-        Raises:
-            StoreError: As :func:`mpimesh.load`, on every rank.
-        """
-        tree: dict[str, Any] = load(save_path, {**self._tree, _COUNTER: 0}, mesh=self._mesh)
-        self.save_counter = tree.pop(_COUNTER)
-        self._tree = tree
-        return tree
+    def __init__(
+        self,
+        initial_value: Any,
+        layout: PlacementLike | None = None,
+        dtype: Any = None,
+        name: str = "",
+        save_as_bf16: bool = False,
+        *,
+        mesh: Any = None,
+    ) -> None:
+        found = initial_value() if callable(initial_value) else initial_value
+        live = None if isinstance(found, DTensor | dtensor.DVariable) else _live(layout, mesh)
+        placed = None if layout is None else _placed(layout, np.shape(found))
+        super().__init__(
+            found, layout=placed, mesh=live, dtype=dtype, name=name, save_as_bf16=save_as_bf16
+        )
 
 
-_COUNTER = "save_counter"
+@contextmanager
+def default_mesh(mesh: Any) -> Iterator[Any]:
+    """Let layouts without a live mesh mean this one, within the block. Local."""
+    live = _of_live(mesh)
+    if live is None:
+        raise LayoutError(f"the default mesh must be a live one, got {shown(mesh)}")
+    with default_layout(live):
+        yield mesh
 
 
-def _checked(mesh: DeviceMesh, caller: str, tensors: Tensors) -> dict[str, DTensor | DVariable]:
-    """Return arrays and variables by name, if they are such, on the mesh, and alike on all ranks.
+run_on = default_mesh
 
-    Collective over the mesh.
+
+def get_default_mesh() -> DeviceMesh | None:
+    """Return the mesh of the innermost block around here; None without. Local."""
+    return current_mesh()
+
+
+def device_name(mesh: Any = None) -> str:
+    """Return the name of this rank's device. Local."""
+    return Mesh.of(_live(None, mesh)).local_devices()[0]
+
+
+def barrier(mesh: Any, barrier_name: str | None = None, timeout_in_ms: int | None = None) -> None:
+    """Wait for what has started, and then for all ranks; a timeout names those that miss."""
+    limit_s = None if timeout_in_ms is None else timeout_in_ms / 1000
+    _live(None, mesh).barrier(barrier_name, timeout_s=limit_s)
+
+
+def to_numpy(tensor: DTensor) -> Any:
+    """Return the whole array on every rank. Collective."""
+    return _tensor(tensor, "to_numpy").full()
+
+
+def unpacked(value: Any, layout: Layout) -> list[HostArray]:
+    """Return the blocks of a whole array for all devices; TensorFlow's `numpy_util.unpack`. Local.
+
+    ``pack_numpy`` is :func:`copy_to_mesh`.
     """
-    check_kind(mesh, DeviceMesh, "mesh", MeshError, wanted="a DeviceMesh")
-
-    def text() -> str:
-        if not isinstance(tensors, Mapping):
-            raise StoreError(f"{caller} takes arrays by name, got {shown(tensors)}")
-        for name, one in tensors.items():
-            if not isinstance(name, str) or not isinstance(one, DTensor | DVariable):
-                raise StoreError(
-                    f"{caller} takes a DTensor or a DVariable for each name, got {shown(one)} for "
-                    f"{name!r}: mm.dtensor.pack or mm.distribute makes one of an array"
-                )
-            if one.mesh is not mesh:
-                raise MeshError(
-                    f"{caller}: {name!r} lies on mesh {one.mesh.dims_text}, and all are saved on "
-                    f"{mesh.dims_text}"
-                )
-        return ", ".join(tensors)
-
-    agree_alike(mesh.group()._core, caller, text)
-    return dict(tensors)
-
-
-def _saves_as_bf16(one: DTensor | DVariable) -> bool:
-    return isinstance(one, DVariable) and one.save_as_bf16
+    whole, sizes = np.asarray(value), layout.local_shape_from_global_shape(np.shape(value))
+    return [
+        whole[tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, sizes, strict=True))]
+        for place in layout.offset_to_shard()
+    ]

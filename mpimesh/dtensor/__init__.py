@@ -10,7 +10,6 @@ from mpimesh.dtensor import (
     indexing,
     joining,
     linalg,
-    numpy_util,
     reduce,
     reshape,
     scans,
@@ -36,17 +35,6 @@ from mpimesh.dtensor.dispatch import allow_gather
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.halo_exchange import Halo, HaloField, shift
 from mpimesh.dtensor.local_map import BlockPlace, local_map
-from mpimesh.dtensor.mesh_context import default_mesh, device_name, get_default_mesh, run_on
-from mpimesh.dtensor.packing import pack, unpack
-from mpimesh.dtensor.relayout import (
-    call_with_layout,
-    check_layout,
-    copy_to_mesh,
-    fetch_layout,
-    is_dtensor,
-    relayout,
-    relayout_like,
-)
 from mpimesh.dtensor.variable import DVariable
 
 _RULES = (
@@ -75,29 +63,15 @@ __all__ = [
     "Random",
     "allow_gather",
     "arange",
-    "call_with_layout",
-    "check_layout",
-    "copy_to_mesh",
     "default_layout",
-    "default_mesh",
-    "device_name",
     "distribute",
     "empty",
     "eye",
-    "fetch_layout",
     "from_callback",
     "full",
-    "get_default_mesh",
-    "is_dtensor",
     "linspace",
     "local_map",
-    "numpy_util",
     "ones",
-    "pack",
-    "relayout",
-    "relayout_like",
-    "run_on",
     "shift",
-    "unpack",
     "zeros",
 ]

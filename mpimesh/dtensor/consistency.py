@@ -290,7 +290,7 @@ def agreed_blocks(
     full = [place for place, (shape, _, _) in enumerate(rows) if 0 not in shape]
     if len(heads) > 1 or len({rows[place][1] for place in full}) > 1:
         raise on_all_ranks(MismatchError(_table("of one dtype, rank and layout", rows, ranks)))
-    shapes = np.array([shape for shape, _, _ in rows], np.int64).reshape(*layout.mesh.shape(), -1)
+    shapes = np.array([shape for shape, _, _ in rows], np.int64).reshape(*layout.mesh.shape, -1)
     if any(isinstance(spec, Shard) and spec.axis >= block.ndim for spec in layout.placement):
         layout.tiling(block.shape)  # raises, and says why
     specs = list(layout.placement)

@@ -24,8 +24,7 @@ def default_layout(mesh: DeviceMesh, placements: PlacementLike | None = None) ->
     """Let the creation functions of the array namespace make arrays on `mesh`, within the block.
 
     The block is that of this thread, or of this task of asyncio; no other sees it. Blocks may
-    stand in each other, and the innermost counts. :func:`mpimesh.dtensor.default_mesh` is the same
-    without placements.
+    stand in each other, and the innermost counts.
 
     Args:
         mesh: The mesh.

@@ -185,7 +185,7 @@ def of_rows(x: DTensor, block: HostArray, rest: tuple[int, ...], places: dict[in
         layout = Layout(x.mesh, Placement(specs))
         return DTensor(x.mesh, layout, (len(block), *rest), block.dtype, block)
     counts = exchange_counts(x.mesh, "count", np.array([len(block)]))[:, 0]
-    table = counts.reshape(x.layout.mesh.shape())
+    table = counts.reshape(x.layout.mesh.shape)
     first = tuple(slice(None) if d == dim else 0 for d in range(table.ndim))
     sizes = table[first].tolist()
     specs[dim] = Shard.of_sizes(0, sizes)

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpimesh.arrays import Array, DType
+from mpimesh.dtensor.creation import distribute
+from mpimesh.dtensor.defaults import as_live, current_mesh
 from mpimesh.dtensor.dispatch import StandIn
 from mpimesh.dtensor.dtensor import DTensor
-from mpimesh.dtensor.relayout import check_layout, copy_to_mesh
 from mpimesh.errors import DTypeError, LayoutError, MissingPackageError, ShapeError
 from mpimesh.layout import Layout, PlacementLike
 from mpimesh.runtime import DeviceMesh
@@ -29,7 +30,7 @@ class DVariable(StandIn, NDArrayOperatorsMixin):
     Args:
         initial_value: A :class:`DTensor`; the whole array, the same on every rank, with a `layout`;
             or a function without arguments that gives one of these.
-        layout: Where the values are to be, as an :class:`AxisLayout`, a :class:`Layout` or
+        layout: Where the values are to be, as a :class:`Layout` or
             placements. A DTensor must be there already.
         mesh: The live mesh for a whole array; the default one if None.
         dtype: The dtype; that of the values if None. A DTensor must have it already.
@@ -77,7 +78,8 @@ class DVariable(StandIn, NDArrayOperatorsMixin):
                 f"a DVariable of {type(found).__name__} needs a layout=, or a DTensor in its place"
             )
         else:
-            value = copy_to_mesh(np.asanyarray(found, dtype), layout, mesh=mesh)
+            live = as_live(current_mesh() if mesh is None else mesh)
+            value = distribute(np.asanyarray(found, dtype), live, layout)
         if value.layout.partial_op:
             raise LayoutError(
                 f"a DVariable holds values, not summands that are to be reduced; got {value!r}"
@@ -202,7 +204,7 @@ class DVariable(StandIn, NDArrayOperatorsMixin):
                     f"{what}: {self!r} takes a DTensor, got {type(given).__name__}, which is on no "
                     "mesh; make one with distribute"
                 )
-            return copy_to_mesh(np.asanyarray(given, self.dtype), self.layout, mesh=self.mesh)
+            return distribute(np.asanyarray(given, self.dtype), self.mesh, self.layout)
         if given.shape != self.shape:
             raise ShapeError(f"{what}: {self!r} takes that shape only, got {given!r}")
         if given.dtype != self.dtype:
@@ -260,14 +262,11 @@ def _checked(value: DTensor, layout: PlacementLike | None, dtype: Any) -> DTenso
     """Return `value` if it is as the layout and the dtype say."""
     if dtype is not None and np.dtype(dtype) != value.dtype:
         raise DTypeError(f"a DVariable of dtype {np.dtype(dtype)} cannot begin with {value!r}")
-    if layout is not None:
-        try:
-            check_layout(value, layout)
-        except LayoutError as error:
-            raise LayoutError(
-                f"the layout of a DVariable conflicts with that of its initial value: {error}, or "
-                "leave layout= out"
-            ) from None
+    if layout is not None and not value.layout.agrees_with(Layout(value.mesh, layout)):
+        raise LayoutError(
+            f"the layout of a DVariable conflicts with that of its initial value: {value!r} is not "
+            f"{Layout(value.mesh, layout)}; redistribute it, or leave layout= out"
+        )
     return value
 
 

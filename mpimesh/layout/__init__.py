@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from mpimesh.layout.axis_layout import AxisLayout
-from mpimesh.layout.axis_specs import MATCH, UNSHARDED
 from mpimesh.layout.boxes import Box, Give, Part, Regions, Take
 from mpimesh.layout.layout import BoxLayout, Layout, layout_of_runs
 from mpimesh.layout.op_rules import Operand, OpRule, cheapest
@@ -25,10 +23,7 @@ from mpimesh.layout.two_levels import Exchange
 
 __all__ = [
     "DEFAULT_LINK_COSTS",
-    "MATCH",
     "PARTIAL_OPS",
-    "UNSHARDED",
-    "AxisLayout",
     "Box",
     "BoxLayout",
     "Exchange",

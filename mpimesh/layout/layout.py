@@ -11,7 +11,6 @@ from typing import Any
 
 from mpimesh.arguments import as_int, as_shape, ranks_text, shown
 from mpimesh.errors import LayoutError, RankError
-from mpimesh.layout.axis_specs import as_specs, placement_of_specs, specs_of_placement
 from mpimesh.layout.boxes import Box, extent, fits, volume, whole
 from mpimesh.layout.placement import Partial, Placement, PlacementLike, Replicate, Shard
 from mpimesh.layout.tiling import Tiling
@@ -83,24 +82,6 @@ class Layout:
         """Return the layout with the whole array on every rank."""
         return cls(mesh, [Replicate()] * as_mesh(mesh).ndim)
 
-    @classmethod
-    def from_specs(cls, sharding_specs: Sequence[str], mesh: MeshLike) -> Layout:
-        """Return the layout in TensorFlow's spelling: for each axis the dim that splits it.
-
-        Args:
-            sharding_specs: For each axis the name of a dim, or ``"unsharded"``.
-            mesh: The mesh; dims that are not named replicate.
-
-        Raises:
-            LayoutError: If a name is no dim of the mesh, or is repeated.
-
-        Example:
-            >>> Layout.from_specs(["tp", "unsharded"], Mesh("dp=2,tp=2"))
-            Layout(Mesh('dp=2,tp=2'), 'dp=R, tp=S0')
-        """
-        value = as_mesh(mesh)
-        return cls(value, placement_of_specs(as_specs(sharding_specs, value), value))
-
     # -- blocks ----------------------------------------------------------------------
 
     def tiling(self, shape: Sequence[int]) -> Tiling:
@@ -150,21 +131,6 @@ class Layout:
             for name, spec in zip(self.mesh.dim_names, self.placement, strict=True)
             if isinstance(spec, Shard) and spec.axis == axis
         )
-
-    def sharding_specs(self, ndim: int) -> list[str]:
-        """Return, for each axis of an array of `ndim` axes, the dim that splits it.
-
-        Returns:
-            ``"unsharded"`` for the axes that none splits; :meth:`from_specs` reads it.
-
-        Raises:
-            LayoutError: If that cannot be said in TensorFlow's spelling: a `Partial`, sizes, or two
-                dims that split one axis; or if there is no such axis.
-        """
-        number = as_int(ndim, "the number of axes", LayoutError, least=0)
-        if number > _MOST_AXES:
-            raise LayoutError(f"the number of axes is at most {_MOST_AXES}, got {number}")
-        return list(specs_of_placement(self.placement, self.mesh, number))
 
     def agrees_with(self, other: Layout) -> bool:
         """Tell whether blocks are the same in both; names of meshes and devices do not count."""

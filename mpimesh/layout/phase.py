@@ -145,7 +145,7 @@ class Phase:
             return None
         mine = self.source.mesh.coords_of(rank)
         coords = self._receivers(box, mine)
-        receivers = places_of(self.target.mesh).ranks[ravel(coords, self.target.mesh.shape())]
+        receivers = places_of(self.target.mesh).ranks[ravel(coords, self.target.mesh.shape)]
         own = self.source.leaves_of(np.array([mine], np.int64).reshape(1, -1))
         leaves = [np.broadcast_to(leaf, len(receivers)) for leaf in own]
         chosen = self.chosen(leaves, receivers)
@@ -249,14 +249,14 @@ class Phase:
         copies = [dim for dim in self.copies() if dim not in self.kept_partial]
         sizes = [mesh.dims[dim].size for dim in copies]
         choices = np.stack(np.unravel_index(np.arange(prod(sizes)), sizes or [1]), axis=1)
-        chosen = places.ranks[ravel(coords, mesh.shape())]
+        chosen = places.ranks[ravel(coords, mesh.shape)]
         far = np.flatnonzero(node_of[chosen] != node_of[receivers])
         step = max(1, _TABLE_ENTRIES // len(choices))
         for rows in (far[at : at + step] for at in range(0, len(far), step)):
             base = coords[rows].copy()
             base[:, copies] = 0
             weights = np.array([mesh.strides[dim] for dim in copies], np.int64)
-            offsets = ravel(base, mesh.shape())[:, None] + choices[:, : len(copies)] @ weights
+            offsets = ravel(base, mesh.shape)[:, None] + choices[:, : len(copies)] @ weights
             near = node_of[places.ranks[offsets]] == node_of[receivers[rows]][:, None]
             count = near.sum(axis=1)
             some = np.flatnonzero(count)
@@ -269,7 +269,7 @@ class Phase:
     def _with_partial(self, coords: Integers) -> Integers:
         """Return the ranks at `coords`, at all coordinates along partial dims: (pairs, parts)."""
         mesh = self.source.mesh
-        offsets = ravel(coords, mesh.shape())
+        offsets = ravel(coords, mesh.shape)
         sizes = [mesh.dims[dim].size for dim in self.partial]
         weights = np.array([mesh.strides[dim] for dim in self.partial], np.int64)
         parts = np.stack(np.unravel_index(np.arange(prod(sizes)), sizes or [1]), axis=1)

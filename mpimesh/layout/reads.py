@@ -152,7 +152,7 @@ class Reads:
             for dim in reversed(dims):
                 leaf, coords[dim] = divmod(leaf, mesh.dims[dim].size)
         offset = 0
-        for size, place in zip(mesh.shape(), coords, strict=True):
+        for size, place in zip(mesh.shape, coords, strict=True):
             offset = offset * size + place
         return int(places_of(mesh).ranks[offset])
 

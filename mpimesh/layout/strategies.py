@@ -477,7 +477,7 @@ def node_dims(mesh: Mesh, nodes: tuple[int, ...]) -> NodeDims:
     Cost:
         O(ranks) for each divisor of a dim's size, once.
     """
-    grid = np.array(nodes, np.int64)[mesh.ids.array().reshape(mesh.shape())]
+    grid = np.array(nodes, np.int64)[mesh.ids.array().reshape(mesh.shape)]
     dims: list[tuple[str, int]] = []
     parts: list[tuple[int, ...]] = []
     near: set[int] = set()

@@ -124,7 +124,7 @@ def places_of(mesh: Mesh) -> Places:
         O(ranks) once for each mesh.
     """
     ranks: Integers = mesh.ids.array().reshape(-1)
-    shape = mesh.shape()
+    shape = mesh.shape
     coords = np.stack(np.unravel_index(np.arange(mesh.size), shape or [1]), axis=1)
     offsets = np.full(mesh.ids.largest + 1, -1, np.int64)
     offsets[ranks] = np.arange(mesh.size)

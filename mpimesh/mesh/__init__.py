@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from mpimesh.mesh.create import (
-    create_distributed_mesh,
-    create_mesh,
-    device_mesh,
-    mesh_from_device_ids,
-)
 from mpimesh.mesh.device import Device, DeviceBackend, pick_device
 from mpimesh.mesh.dims import (
     MAX_RANKS,
@@ -21,7 +15,6 @@ from mpimesh.mesh.groups import WORLD, GroupSpec
 from mpimesh.mesh.ids import DeviceIds, ListedIds, RankGroups, StridedIds
 from mpimesh.mesh.mesh import Mesh, MeshLike
 from mpimesh.mesh.probe import DeviceInfo, GpuPreference, cpu_device
-from mpimesh.mesh.spec import DEVICE_TYPES, ClientInfo, DeviceSpec
 from mpimesh.mesh.stats import (
     DeviceTable,
     SharedGpu,
@@ -37,16 +30,13 @@ from mpimesh.mesh.topology import (
 )
 
 __all__ = [
-    "DEVICE_TYPES",
     "MAX_RANKS",
     "WORLD",
-    "ClientInfo",
     "DataParallelTopology",
     "Device",
     "DeviceBackend",
     "DeviceIds",
     "DeviceInfo",
-    "DeviceSpec",
     "DeviceTable",
     "DimsLike",
     "GpuPreference",
@@ -64,10 +54,6 @@ __all__ = [
     "StridedIds",
     "TensorParallelTopology",
     "cpu_device",
-    "create_distributed_mesh",
-    "create_mesh",
-    "device_mesh",
-    "mesh_from_device_ids",
     "pick_device",
     "shapes_that_fit",
     "shared_gpus",

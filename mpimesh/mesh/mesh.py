@@ -37,14 +37,6 @@ from mpimesh.mesh.ids import (
     split_ids,
     unravel,
 )
-from mpimesh.mesh.spec import DeviceSpec, canonical, check_distinct, common_type
-from mpimesh.mesh.text import (
-    MeshFields,
-    fields_of_record,
-    join_mesh_text,
-    record_of_fields,
-    split_mesh_text,
-)
 from mpimesh.trace import html
 
 if TYPE_CHECKING:
@@ -62,12 +54,11 @@ class Mesh:
 
     A value: equal if all its fields are, hashable, picklable, and never in touch
     with other ranks. Its repr is the constructor call, but for more than 32 ids
-    without strides; :meth:`to_string` always parses back.
+    without strides.
 
     Two words for a place: an *offset*, ``0 <= offset < size``, counts the places in
-    row-major order; a *rank* is the device id that stands there. Methods in
-    TensorFlow's names (`coords`, `device_location`, `unravel_index`) take offsets;
-    all others take ranks, and raise `RankError` for one that is not in the mesh.
+    row-major order; a *rank* is what stands there. Methods take ranks, and raise
+    `RankError` for one that is not in the mesh.
 
     Ranks that follow strides (every mesh made without `ids`, and every slice of
     one) are kept as arithmetic: a mesh of a million ranks costs what one of four does.
@@ -82,9 +73,6 @@ class Mesh:
             exactly so many; with `ids` they must all be below it.
         ranks_per_node: Only for the text of the `WorldSizeError`.
         name: Name of the mesh, part of its value.
-        local_ids: The ranks that this process owns.
-        local_devices: A device name for each of `local_ids`; empty where not known.
-        global_devices: A device name for each place; empty where not known.
 
     Raises:
         MeshError: If names, sizes, ids or devices break a rule.
@@ -95,17 +83,11 @@ class Mesh:
         name: Name of the mesh.
         dims: Its (name, size) pairs.
         ids: Its ranks, a lazy sequence in row-major order.
-        local_ids: As given.
-        local_names: The local devices' names in full.
-        global_names: The global devices' names in full.
     """
 
     name: str
     dims: tuple[MeshDimension, ...]
     ids: DeviceIds
-    local_ids: tuple[int, ...]
-    local_names: tuple[str, ...]
-    global_names: tuple[str, ...]
 
     def __init__(
         self,
@@ -115,9 +97,6 @@ class Mesh:
         world_size: int | None = None,
         ranks_per_node: int | None = None,
         name: str = "",
-        local_ids: Sequence[int] = (),
-        local_devices: Sequence[str | DeviceSpec] = (),
-        global_devices: Sequence[str | DeviceSpec] = (),
     ) -> None:
         pairs = parse_dims(dims)
         if ranks_per_node is not None:
@@ -132,19 +111,8 @@ class Mesh:
             if any(size == -1 for _, size in pairs):
                 pairs = fit_dims(pairs, np.size(ids) if isinstance(ids, np.ndarray) else len(ids))
             grid = make_ids([size for _, size in pairs], ids)
-        values = {
-            "name": _checked_name(name),
-            "dims": pairs,
-            "ids": grid,
-            "local_ids": tuple(
-                as_int(k, "a local device id") for k in as_items(local_ids, "local_ids")
-            ),
-            "local_names": canonical(local_devices, "local_devices"),
-            "global_names": canonical(global_devices, "global_devices"),
-        }
-        for field, value in values.items():
+        for field, value in (("name", _checked_name(name)), ("dims", pairs), ("ids", grid)):
             object.__setattr__(self, field, value)
-        self._check_devices()
         if ids is not None and world_size is not None:
             self.check_world(world_size, partial=True, ranks_per_node=ranks_per_node)
 
@@ -179,44 +147,6 @@ class Mesh:
         if len(names) != len(shape):
             raise MeshError(f"shape {shape} has {len(shape)} dims, but the names are {names}")
         return cls(list(zip(names, shape, strict=True)), ids, name=name)
-
-    @classmethod
-    def from_device(cls, device: str | DeviceSpec) -> Mesh:
-        """Make the mesh without dims that is one device."""
-        return cls((), [0], local_ids=[0], local_devices=[device])
-
-    @classmethod
-    def from_string(cls, text: str) -> Mesh:
-        """Read the text of :meth:`to_string`; ids may be any distinct ranks.
-
-        Also reads ``"name|x=2,y=2|*CPU"``, which makes the devices itself, and the
-        full name of a single device.
-
-        Raises:
-            MeshError: If any part is malformed or the parts do not fit each other.
-        """
-        return cls._of_fields(split_mesh_text(text))
-
-    @classmethod
-    def from_proto(cls, record: Mapping[str, Any]) -> Mesh:
-        """Read the record that :meth:`as_proto` writes.
-
-        Raises:
-            MeshError: If a field is missing, unknown or malformed.
-        """
-        return cls._of_fields(fields_of_record(record))
-
-    @classmethod
-    def _of_fields(cls, fields: MeshFields) -> Mesh:
-        check_even(len(fields.ids), len(fields.local_ids))
-        return cls(
-            fields.dims,
-            fields.ids,
-            name=fields.name,
-            local_ids=fields.local_ids,
-            local_devices=fields.local_devices,
-            global_devices=fields.global_devices,
-        )
 
     # -- other meshes from this one --------------------------------------------
 
@@ -281,34 +211,6 @@ class Mesh:
         ids = split_ids(self.ids, number, [size for _, size in parts])
         return self._like([*self.dims[:number], *parts, *self.dims[number + 1 :]], ids)
 
-    def with_local(
-        self, local_ids: Sequence[int], local_devices: Sequence[str | DeviceSpec] = ()
-    ) -> Mesh:
-        """Return this mesh as the process sees it that owns `local_ids`."""
-        return Mesh(
-            self.dims,
-            self.ids,
-            name=self.name,
-            local_ids=local_ids,
-            local_devices=local_devices,
-            global_devices=self.global_names,
-        )
-
-    def host_mesh(self) -> Mesh:
-        """Return the mesh of the same dims and ids on CPU devices, without a name.
-
-        A mesh of CPU devices, or without device names, is its own host mesh.
-        """
-        if common_type(self.local_names or self.global_names) in ("CPU", None):
-            return self
-        return Mesh(
-            self.dims,
-            self.ids,
-            local_ids=self.local_ids,
-            local_devices=[DeviceSpec.parse(name).on_host() for name in self.local_names],
-            global_devices=[DeviceSpec.parse(name).on_host() for name in self.global_names],
-        )
-
     def _derived(
         self,
         dims: Sequence[MeshDimension],
@@ -318,16 +220,8 @@ class Mesh:
         return self._like(dims, self.ids.view(runs, coords))
 
     def _like(self, dims: Sequence[MeshDimension], ids: DeviceIds) -> Mesh:
-        """Return a mesh over some of this mesh's ranks, with what is known of their devices."""
-        kept = [k for k, rank in enumerate(self.local_ids) if rank in ids]
-        names = self.global_names
-        return Mesh(
-            dims,
-            ids,
-            local_ids=[self.local_ids[k] for k in kept],
-            local_devices=[self.local_names[k] for k in kept] if self.local_names else (),
-            global_devices=[names[self.offset_of(rank)] for rank in ids] if names else (),
-        )
+        """Return a mesh over some of this mesh's ranks."""
+        return Mesh(dims, ids)
 
     # -- names and sizes -------------------------------------------------------
 
@@ -346,14 +240,15 @@ class Mesh:
         """Number of places: the product of the sizes."""
         return prod(dim.size for dim in self.dims)
 
-    def shape(self) -> list[int]:
-        """Return the sizes of the dims, slowest first."""
-        return [dim.size for dim in self.dims]
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the dims, slowest first."""
+        return tuple(dim.size for dim in self.dims)
 
     @property
     def strides(self) -> list[int]:
         """Steps in offset for one step along each dim; shape (2, 4, 2) gives [8, 2, 1]."""
-        shape = self.shape()
+        shape = self.shape
         return [prod(shape[k + 1 :]) for k in range(len(shape))]
 
     @property
@@ -378,26 +273,6 @@ class Mesh:
     def __iter__(self) -> Iterator[str]:
         return iter(self.dim_names)
 
-    # -- places by offset, in TensorFlow's names -------------------------------
-
-    def coords(self, offset: int) -> npt.NDArray[np.int64]:
-        """Return ``(offset // strides) % shape``: an offset outside of the mesh wraps."""
-        return np.array(unravel(as_int(offset, "an offset"), self.shape()), dtype=np.int64)
-
-    def device_location(self, offset: int) -> npt.NDArray[np.int64]:
-        """Return the coordinates of `offset`, which must be in range.
-
-        Raises:
-            RankError: If it is not.
-        """
-        if not 0 <= as_int(offset, "an offset") < self.size:
-            raise RankError(f"offset {offset} is outside of mesh {self.dims_text}")
-        return self.coords(offset)
-
-    def unravel_index(self) -> dict[int, dict[str, int]]:
-        """Return {offset: {dim: coordinate}} for all places: a table of `size` entries."""
-        return {offset: self._named(offset) for offset in range(self.size)}
-
     # -- places by rank --------------------------------------------------------
 
     def contains_rank(self, rank: int) -> bool:
@@ -414,11 +289,13 @@ class Mesh:
 
     def offset_of(self, rank: int) -> int:
         """Return the offset of `rank`."""
-        return ravel(self.coords_of(rank), self.shape())
+        return ravel(self.coords_of(rank), self.shape)
 
     def rank_of(self, offset: int) -> int:
         """Return the rank at `offset`, which must be in range."""
-        return self.ids.at(self.device_location(offset).tolist())
+        if not 0 <= as_int(offset, "an offset") < self.size:
+            raise RankError(f"offset {offset} is outside of mesh {self.dims_text}")
+        return self.ids.at(unravel(offset, self.shape))
 
     def rank_at(self, /, *coords: int, **by_dim: int) -> int:
         """Return the rank at coordinates: all in order, or all by their dims' names.
@@ -515,100 +392,14 @@ class Mesh:
                 f"{world_size} ranks, 0..{world_size - 1}"
             )
 
-    # -- devices, in TensorFlow's words ---------------------------------------
-
-    def global_device_ids(self) -> npt.NDArray[np.int64]:
-        """Return the ids as an array of the mesh's shape."""
-        return self.ids.array()
-
-    def min_global_device_id(self) -> int:
-        """Return the smallest id, which is the first one where ids increase."""
-        return self.ids.smallest
-
-    def local_device_ids(self) -> list[int]:
-        """Return the ids that this process owns."""
-        return list(self.local_ids)
-
-    def local_device_locations(self) -> list[dict[str, int]]:
-        """Return {dim: coordinate} for each local id, also where ids do not start at 0."""
-        return [self._named(self.offset_of(rank)) for rank in self.local_ids]
-
-    def local_devices(self) -> list[str]:
-        """Return the local devices' full names."""
-        return list(self.local_names)
-
-    def num_local_devices(self) -> int:
-        """Return the number of devices that this process owns."""
-        return len(self.local_ids)
-
-    def global_devices(self) -> list[str]:
-        """Return the full names of all devices, empty where not known."""
-        return list(self.global_names)
-
-    def device_type(self) -> str:
-        """Return ``"CPU"`` or ``"GPU"``.
-
-        Raises:
-            MeshError: If the mesh holds no device names.
-        """
-        kind = common_type(self.local_names or self.global_names)
-        if kind is None:
-            raise MeshError(f"device_type is required: mesh {self.dims_text} has no device names")
-        return kind
-
-    def is_remote(self) -> bool:
-        """Tell whether this process owns none of the mesh's ranks."""
-        return not self.local_ids
-
-    def is_single_device(self) -> bool:
-        """Tell whether the mesh is one device, without dims."""
-        return self.ndim == 0 and len(self.local_names) == 1
-
-    @property
-    def single_device(self) -> str:
-        """The full name of the one device.
-
-        Raises:
-            MeshError: If the mesh is not a single device.
-        """
-        if not self.is_single_device():
-            raise MeshError(f"mesh {self.dims_text or '()'} is not a single device")
-        return self.local_names[0]
-
-    def use_xla_spmd(self) -> bool:
-        """Return False: there is no XLA here."""
-        return False
-
     # -- text ------------------------------------------------------------------
-
-    def to_string(self) -> str:
-        """Write TensorFlow's text form, which :meth:`from_string` reads.
-
-        ``name|x=3,y=2|ids|local ids|local devices``, and ``|global devices`` where
-        given; a mesh from :meth:`from_device` is its device's name. Writes out all ids.
-        Only a slice that holds an uneven part of a process's ids is not read back:
-        TensorFlow's form wants processes with equal numbers of devices.
-        """
-        if self.is_single_device() and self == Mesh.from_device(self.single_device):
-            return self.single_device
-        return join_mesh_text(self._fields())
-
-    def as_proto(self) -> dict[str, Any]:
-        """Write the fields as a record of JSON's types, which :meth:`from_proto` reads."""
-        return record_of_fields(self._fields())
 
     def __repr__(self) -> str:
         parts = [repr(self.dims_text) if self.dims else "()"]
         if self.ids.as_range() != range(self.size):
             parts.append(f"ids={self._ids_text()}")
-        for option, value in (
-            ("name", self.name),
-            ("local_ids", self.local_ids),
-            ("local_devices", self.local_names),
-            ("global_devices", self.global_names),
-        ):
-            if value:
-                parts.append(f"{option}={value!r}")
+        if self.name:
+            parts.append(f"name={self.name!r}")
         return f"Mesh({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
@@ -626,34 +417,10 @@ class Mesh:
             return f"<{self.size} listed ids, crc32 {crc32(self.ids.array().tobytes()):08x}>"
         return repr(self.ids)
 
-    def _fields(self) -> MeshFields:
-        return MeshFields(
-            self.dims, self.ids, self.name, self.local_ids, self.local_names, self.global_names
-        )
-
     # -- inside ----------------------------------------------------------------
-
-    def _check_devices(self) -> None:
-        """Check ids and names against each other; MeshError says which breaks a rule."""
-        local, names = self.local_ids, self.local_names
-        if len(set(local)) != len(local):
-            raise MeshError(f"a local device id is given twice in {local}")
-        for rank in local:
-            if rank not in self.ids:
-                raise MeshError(f"local device id {rank} is not in mesh {self.dims_text or '()'}")
-        if names and len(names) != len(local):
-            raise MeshError(f"{len(local)} local device ids, but {len(names)} local devices")
-        if self.global_names and len(self.global_names) != self.size:
-            raise MeshError(f"{len(self.global_names)} global devices in a mesh of {self.size}")
-        check_distinct(names)
-        check_distinct(self.global_names)
-        common_type(names + self.global_names)
 
     def _number(self, dim: str) -> int:
         return dim_numbers(self.dims, (dim,))[0]
-
-    def _named(self, offset: int) -> dict[str, int]:
-        return dict(zip(self.dim_names, unravel(offset, self.shape()), strict=True))
 
     def _fixed(self, by_dim: Mapping[str, int]) -> list[int]:
         """Return coordinates as in `by_dim`, and 0 for the dims it does not name."""
@@ -665,14 +432,6 @@ class Mesh:
             if not 0 <= coords[number] < size:
                 raise MeshError(f"coordinate {name}={value} is outside of mesh dim {name}={size}")
         return coords
-
-
-def check_even(size: int, num_local: int) -> None:
-    """Refuse a number of local devices that not every process of the mesh can have."""
-    if num_local and size % num_local:
-        raise MeshError(
-            f"Uneven local clusters: {num_local} local devices do not divide {size} devices"
-        )
 
 
 def _checked_name(name: object) -> str:

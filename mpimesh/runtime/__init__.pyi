@@ -1,13 +1,4 @@
 from .device_mesh import DeviceMesh as DeviceMesh
-from .device_mesh import (
-    initialize_accelerator_system as initialize_accelerator_system,
-)
-from .device_mesh import (
-    initialize_multi_client as initialize_multi_client,
-)
-from .device_mesh import (
-    shutdown_accelerator_system as shutdown_accelerator_system,
-)
 from .group import Backend as Backend
 from .group import ProcessGroup as ProcessGroup
 from .launch import Launch as Launch

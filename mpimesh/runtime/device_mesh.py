@@ -14,7 +14,6 @@ from mpimesh.errors import MeshError, RankError, UnknownNameError
 from mpimesh.layout import LinkCosts
 from mpimesh.mesh import (
     WORLD,
-    ClientInfo,
     Device,
     DeviceBackend,
     DeviceIds,
@@ -30,16 +29,10 @@ from mpimesh.runtime.call import call_site
 from mpimesh.runtime.group import Backend, ProcessGroup
 from mpimesh.runtime.mesh_core import MeshArgument, MeshCore
 from mpimesh.runtime.traffic import Budget, Traffic
-from mpimesh.runtime.world import current_world
 from mpimesh.settings import Settings
 from mpimesh.trace import Tracer, html
 
-__all__ = [
-    "DeviceMesh",
-    "initialize_accelerator_system",
-    "initialize_multi_client",
-    "shutdown_accelerator_system",
-]
+__all__ = ["DeviceMesh"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -110,13 +103,13 @@ class DeviceMesh:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh as a value, with this rank as its local one."""
+        """The mesh as a value, equal on all ranks."""
         return self._core.mesh
 
     @property
     def value(self) -> Mesh:
-        """The mesh as a value that is equal on all ranks."""
-        return self._core.value
+        """The mesh as a value, equal on all ranks: the same as :attr:`mesh`."""
+        return self._core.mesh
 
     @property
     def name(self) -> str:
@@ -137,6 +130,11 @@ class DeviceMesh:
     def dim_names(self) -> list[str]:
         """Names of the dims, slowest first."""
         return self._core.mesh.dim_names
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the dims, slowest first."""
+        return self._core.mesh.shape
 
     @property
     def ndim(self) -> int:
@@ -161,12 +159,9 @@ class DeviceMesh:
     __getitem__ = _asked(Mesh.__getitem__)
     __contains__ = _asked(Mesh.__contains__)
     __iter__ = _asked(Mesh.__iter__)
-    shape = _asked(Mesh.shape)
     dim_size = _asked(Mesh.dim_size)
     contains_dim = _asked(Mesh.contains_dim)
     contains_rank = _asked(Mesh.contains_rank)
-    coords = _asked(Mesh.coords)
-    device_location = _asked(Mesh.device_location)
     coords_of = _asked(Mesh.coords_of)
     coord_of = _asked(Mesh.coord_of)
     offset_of = _asked(Mesh.offset_of)
@@ -179,10 +174,6 @@ class DeviceMesh:
     group_ranks = _asked(Mesh.group_ranks)
     place_in_group = _asked(Mesh.place_in_group)
     check_world = _asked(Mesh.check_world)
-    num_local_devices = _asked(Mesh.num_local_devices)
-    local_devices = _asked(Mesh.local_devices)
-    to_string = _asked(Mesh.to_string)
-    as_proto = _asked(Mesh.as_proto)
 
     # -- who and where: local ------------------------------------------------------------
 
@@ -363,18 +354,6 @@ class DeviceMesh:
         """Name of the node of each rank."""
         return self._core.devices.table.hosts
 
-    def global_devices(self) -> list[str]:
-        """Return the full names of the devices of all ranks of the mesh, in its order. Local."""
-        devices = self._core.devices
-        return self.mesh.global_devices() or [devices.name_of(rank) for rank in self.ids]
-
-    def device_type(self) -> str:
-        """Return ``"GPU"`` where every rank of `comm` has one, else ``"CPU"``."""
-        mesh = self.mesh
-        if mesh.local_names or mesh.global_names:
-            return mesh.device_type()
-        return self.client().preferred_device_type()
-
     def get_device(self, rank: int) -> Device | None:
         """Return the device of `rank`, None if there is no such rank. Local."""
         return self._core.devices.table.get(rank)
@@ -412,10 +391,6 @@ class DeviceMesh:
     def total_compute_units(self) -> int:
         """Multiprocessors and cores of all devices, shared hardware counted once."""
         return self._core.devices.table.total_compute_units
-
-    def client(self) -> ClientInfo:
-        """Return who this process is, in TensorFlow's words. Local."""
-        return self._core.devices.client()
 
     # -- all together ------------------------------------------------------------------------
 
@@ -634,52 +609,3 @@ class DeviceMesh:
             f"<DeviceMesh {self.dims_text} rank={self.rank}/{self.world_size} "
             f"groups={self.group_names}{state}>"
         )
-
-
-# -- start and end by name, as in TensorFlow: a wrong start shows before any work ----------------
-
-
-def initialize_accelerator_system(device_type: str | None = None) -> str:
-    """Start MPI, find the devices of all ranks, and return the type of device to use.
-
-    Collective over all ranks.
-
-    Args:
-        device_type: ``"CPU"`` or ``"GPU"``, which every rank must have; if None, GPU where
-            every rank has one, else CPU.
-
-    Raises:
-        MeshError: On every rank, if it was called before without a shutdown since, or if there is
-            no such device. It is a `ValueError`.
-        LaunchError: If MPI sees one rank where the launcher started more.
-    """
-    world = current_world()
-    if world.system is not None:
-        raise MeshError(
-            "the accelerator system is initialized already; call shutdown_accelerator_system first"
-        )
-    with DeviceMesh("world_ranks=-1") as mesh:
-        client = mesh.client()
-    world.system = client.preferred_device_type(device_type)
-    return world.system
-
-
-def shutdown_accelerator_system() -> None:
-    """Undo :func:`initialize_accelerator_system`, so that it may be called again. Local.
-
-    MPI itself goes on: it is mpi4py's, which ends it with the process, and other libraries may use
-    it. Meshes are closed by those who made them.
-
-    Raises:
-        MeshError: If the system is not initialized. It is a `ValueError`.
-    """
-    world = current_world()
-    if world.system is None:
-        raise MeshError(
-            "the accelerator system is not initialized; call initialize_accelerator_system first"
-        )
-    world.system = None
-
-
-initialize_multi_client = initialize_accelerator_system
-"""TensorFlow's older name."""

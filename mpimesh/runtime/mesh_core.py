@@ -25,9 +25,7 @@ from mpimesh.errors import (
 from mpimesh.layout import DEFAULT_LINK_COSTS
 from mpimesh.mesh import (
     WORLD,
-    ClientInfo,
     Device,
-    DeviceSpec,
     DeviceTable,
     DimsLike,
     GroupSpec,
@@ -206,14 +204,7 @@ class MeshCore:
 
     def _settle(self, mesh: Mesh, topology: MeshTopology | None) -> None:
         """Take over another mesh of the ranks."""
-        rank = self.context.rank
-        local = [rank] if mesh.contains_rank(rank) else []
-        given = mesh.global_names
-        names = [
-            given[mesh.offset_of(one)] if given else self.devices.name_of(one) for one in local
-        ]
-        self.mesh = mesh.with_local(local, names)
-        self.value = mesh.with_local(())
+        self.mesh = mesh
         self.layout_cache = {}
         self.topology = topology
 
@@ -391,18 +382,6 @@ class RankDevices:
                 self._warn([one for one in shared if one.ranks[0] == self._rank])
         return device
 
-    def client(self) -> ClientInfo:
-        """Return the identity of this process, in TensorFlow's words."""
-        gpus = int(all(device.backend.is_gpu for device in self.table))
-        hosts = self.table.hosts
-        return ClientInfo(self._rank, len(self.table), num_local_gpus=gpus, hosts=hosts)
-
-    def name_of(self, rank: int) -> str:
-        """Return TensorFlow's name of the device of `rank`."""
-        client = self.client()
-        kind = client.preferred_device_type()
-        return str(DeviceSpec(client.job_name, 0, rank, kind, 0))
-
     def _warn(self, shared: Sequence[SharedGpu]) -> None:
         """Warn of shared GPUs, once for each process."""
         text = sharing_text(shared)
@@ -463,7 +442,7 @@ def _read_mesh(dims: MeshArgument, world_size: int, name: str) -> tuple[Mesh, Me
         mesh = dims.to_mesh(world_size)
     elif isinstance(dims, Mesh):
         dims.check_world(world_size, partial=True)
-        mesh = dims.with_local(())  # which ids are local differs from rank to rank
+        mesh = dims
     else:
         mesh = Mesh(dims, world_size=world_size, name=name)
     if mesh.contains_dim(WORLD):

@@ -55,7 +55,7 @@ _MOST_VIRTUAL = 1 << 16
 """Most virtual ranks: a process has no more threads."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class World:
     """The state of one rank, whatever meshes it makes.
 
@@ -71,8 +71,6 @@ class World:
             an MPI world.
         threads_may_fail: Whether an exception in a thread leaves the job alone, because
             somebody else, such as a test runner, answers for it.
-        system: The device type that :func:`~mpimesh.runtime.initialize_accelerator_system`
-            settled on; None before and after.
         told: Warnings that were given already.
     """
 
@@ -84,7 +82,6 @@ class World:
     channels: ControlChannels | None = None
     node: Node | None = None
     threads_may_fail: bool = False
-    system: str | None = None
     told: set[str] = field(default_factory=set)
     _devices: tuple[Device, ...] = ()
 

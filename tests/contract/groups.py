@@ -148,7 +148,7 @@ def check_groups_that_lie_along_dims_for_some_ranks_only(comm):
     """A listed group may equal the group along a dim on its ranks, and on no others."""
     with mesh_of(comm) as mesh:
         dims = mesh.dim_names
-        grid = np.arange(mesh.world_size).reshape(mesh.shape())
+        grid = np.arange(mesh.world_size).reshape(mesh.shape)
         if len(dims) == 1:
             return
         front = grid[..., 0].ravel().tolist()

@@ -128,7 +128,7 @@ def world_rank_of(comm):
 def check_one_size_may_be_left_open(comm):
     with mm.DeviceMesh("a=1,b=-1", comm) as mesh:
         assert mesh.dim_size("b") == mesh.world_size
-        assert list(mesh.shape()) == [1, mesh.world_size]
+        assert list(mesh.shape) == [1, mesh.world_size]
 
 
 def check_meshes_over_part_of_the_world(comm):

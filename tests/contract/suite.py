@@ -19,7 +19,6 @@ from tests.contract import (
     no_arrays,
     persistent,
     reductions,
-    systems,
 )
 
 __all__ = ["CHECKS", "cases"]
@@ -27,7 +26,7 @@ __all__ = ["CHECKS", "cases"]
 _PREFIX = "check_"
 _DATA = (reductions, movements, messages, persistent, algorithms)
 _OTHERS = (movement_errors, handles, no_arrays, barriers, groups, closing)
-_LAST = (meshes_made, mismatches, systems)
+_LAST = (meshes_made, mismatches)
 
 CHECKS: dict[str, Callable[[Any], None]] = {
     f"{module.__name__.rsplit('.', 1)[-1]}: {name.removeprefix(_PREFIX).replace('_', ' ')}": value

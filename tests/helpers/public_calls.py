@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 import mpimesh as mm
-import mpimesh.dtensor as dtensor
 from mpimesh.compat import burn, kapsl, tensorflow, tvm
 from mpimesh.errors import MpimeshError
 
@@ -135,9 +134,7 @@ _QUERIES: dict[str, dict[str, Any]] = {
     "contains_dim": {"dim": "dp"},
     "contains_rank": {"rank": 0},
     "coord_of": {"rank": 0, "dim": "dp"},
-    "coords": {"offset": 0},
     "coords_of": {"rank": 0},
-    "device_location": {"offset": 0},
     "dim_size": {"dim": "dp"},
     "group_index": {"rank": 0, "dims": "dp"},
     "group_ranks": {"rank": 0, "dims": "dp"},
@@ -168,19 +165,13 @@ _plain(
     mm.mesh,
     {
         "Device": {"id": 0, "name": "a", "backend": mm.mesh.DeviceBackend("cpu")},
-        "create_distributed_mesh": {"mesh_dims": "dp=2", "client_id": 0, "num_clients": 2},
-        "create_mesh": {"mesh_dims": "dp=2", "num_devices": 2},
-        "device_mesh": {"shape": (2, 2), "device_ids": [0, 1, 2, 3]},
     },
 )
 _plain(
     "Mesh",
     mm.Mesh,
     {
-        "from_device": {"device": "CPU:0"},
         "from_ids": {"shape": (2,), "ids": [0, 1]},
-        "from_proto": {"record": mm.Mesh("dp=2").as_proto()},
-        "from_string": {"text": "|x=2|0,1|0|/job:localhost/replica:0/task:0/device:CPU:0"},
         "parse": {"text": "dp=2"},
     },
 )
@@ -204,7 +195,6 @@ _plain(
     "Layout",
     mm.Layout,
     {
-        "from_specs": {"sharding_specs": ["dp"], "mesh": mm.Mesh("dp=2")},
         "replicated": {"mesh": mm.Mesh("dp=2")},
     },
 )
@@ -218,7 +208,6 @@ _plain(
         "holders": {"shape": (4,)},
         "local_shape": {"shape": (4,), "rank": 0},
         "sharding_dims": {"axis": 0},
-        "sharding_specs": {"ndim": 1},
         "tiling": {"shape": (4,)},
     },
 )
@@ -238,7 +227,6 @@ _of(
         "flatten": {"dims": "dp,tp", "name": "all"},
         "submesh_of": {"rank": 0, "dims": "dp"},
         "unflatten": {"dim": "dp", "dims": "a=2"},
-        "with_local": {"local_ids": [0]},
     },
     local=True,
 )
@@ -413,32 +401,7 @@ CALLS |= {
         tvm.annotate_sharding,
         {"x": place.tensor, "mesh": place.mesh, "placement": "S0"},
     ),
-    "dtensor.call_with_layout": lambda place: (
-        lambda function, layout, mesh=None: dtensor.call_with_layout(
-            function, layout, place.tensor, mesh=mesh
-        ),
-        {"function": np.abs, "layout": "S0"},
-    ),
-    "dtensor.check_layout": lambda place: (
-        dtensor.check_layout,
-        {"x": place.tensor, "layout": "S0"},
-    ),
-    "dtensor.copy_to_mesh": lambda place: (
-        dtensor.copy_to_mesh,
-        {"x": np.ones(4), "layout": "S0", "mesh": place.mesh},
-    ),
-    "dtensor.default_mesh": lambda place: (
-        lambda mesh: dtensor.default_mesh(mesh).__enter__(),
-        {"mesh": place.mesh},
-    ),
-    "dtensor.device_name": lambda place: (dtensor.device_name, {"mesh": place.mesh}),
     "tvm.struct_info": lambda place: (tvm.struct_info, {"x": place.tensor}),
-    "dtensor.fetch_layout": lambda place: (dtensor.fetch_layout, {"x": place.tensor}),
-    "dtensor.is_dtensor": lambda place: (dtensor.is_dtensor, {"x": place.tensor}),
-    "dtensor.pack": lambda place: (
-        dtensor.pack,
-        {"tensors": [np.ones(2)], "layout": "S0", "mesh": place.mesh},
-    ),
     "tvm.scatter_from_worker0": lambda place: (
         tvm.scatter_from_worker0,
         {"x": np.ones(4), "num_workers": 2, "axis": 0, "group": place.group},
@@ -465,12 +428,6 @@ CALLS |= {
         tvm.redistribute_replica_to_shard,
         {"x": place.tensor.redistribute("R"), "num_workers": 2, "axis": 0},
     ),
-    "dtensor.relayout": lambda place: (dtensor.relayout, {"x": place.tensor, "layout": "R"}),
-    "dtensor.relayout_like": lambda place: (
-        dtensor.relayout_like,
-        {"x": place.tensor, "other": place.tensor},
-    ),
-    "dtensor.unpack": lambda place: (dtensor.unpack, {"x": place.tensor}),
 }
 _of(
     "kapsl",

@@ -11,18 +11,15 @@ from hypothesis import strategies as st
 
 from mpimesh.errors import MeshError, RankError, UnknownNameError
 from mpimesh.mesh import ListedIds, Mesh, MeshDimension, StridedIds
-from tests.helpers.mesh_strategies import meshes, meshes_and_dims, shapes
+from tests.helpers.mesh_strategies import meshes, meshes_and_dims
 from tests.helpers.raises import raises
 
 
 def test_tensorflows_three_by_two_example():
     mesh = Mesh("x=3,y=2")
-    assert (mesh.dim_names, mesh.shape(), mesh.size, mesh.ndim) == (["x", "y"], [3, 2], 6, 2)
+    assert (mesh.dim_names, mesh.shape, mesh.size, mesh.ndim) == (["x", "y"], (3, 2), 6, 2)
     assert mesh.strides == [2, 1]
-    wrapped = [[0, 0], [0, 1], [1, 0], [1, 1], [2, 0], [2, 1], [0, 0], [0, 1]]
-    assert [mesh.coords(k).tolist() for k in range(8)] == wrapped
-    assert mesh.coords(-1).tolist() == [2, 1]
-    assert isinstance(mesh.coords(0), np.ndarray)
+    assert [mesh.coords_of(k) for k in range(6)] == [*np.ndindex(3, 2)]
     # "Reducing over x" reduces columns, over y rows.
     assert [list(ranks) for ranks in mesh.groups("x")] == [[0, 2, 4], [1, 3, 5]]
     assert [list(ranks) for ranks in mesh.groups("y")] == [[0, 1], [2, 3], [4, 5]]
@@ -41,32 +38,20 @@ def test_strides_are_row_major_in_elements(dims, strides):
     assert Mesh(dims).strides == strides
 
 
-@given(shapes, st.integers(-100, 100))
-def test_coords_are_those_of_numpy_and_wrap(shape, offset):
-    mesh = Mesh.from_ids(shape, range(prod(shape)))
-    expected = np.unravel_index(offset % mesh.size, shape)
-    assert mesh.coords(offset).tolist() == [int(k) for k in expected]
-    formula = (offset // np.array(mesh.strides)) % np.array(shape)
-    assert mesh.coords(offset).tolist() == formula.tolist()
-
-
 @given(meshes())
 def test_every_way_to_a_place_agrees_with_the_array(drawn):
     mesh, grid = drawn
-    assert np.array_equal(mesh.global_device_ids(), grid)
+    assert np.array_equal(mesh.ids.array(), grid)
     assert list(mesh.ids) == grid.reshape(-1).tolist() == [mesh.ids[k] for k in range(mesh.size)]
-    assert mesh.shape() == list(grid.shape)
-    assert (mesh.min_global_device_id(), mesh.ids.largest) == (grid.min(), grid.max())
-    table = mesh.unravel_index()
-    assert list(table) == list(range(mesh.size))
+    assert mesh.shape == grid.shape
+    assert (mesh.ids.smallest, mesh.ids.largest) == (grid.min(), grid.max())
     for offset, place in enumerate(np.ndindex(grid.shape)):
         rank = int(grid[place])
-        assert mesh.coords_of(rank) == place == tuple(mesh.device_location(offset))
+        assert mesh.coords_of(rank) == place
         assert mesh.offset_of(rank) == offset == mesh.ids.index(rank)
         assert mesh.rank_of(offset) == rank == mesh.rank_at(*place)
         by_name = dict(zip(mesh.dim_names, place, strict=True))
         assert mesh.rank_at(**by_name) == rank
-        assert table[offset] == by_name
         assert all(mesh.coord_of(rank, name) == k for name, k in by_name.items())
     outside = set(range(-1, int(grid.max()) + 2)) - set(grid.reshape(-1).tolist())
     for rank in outside:
@@ -135,12 +120,6 @@ def test_dims_by_name():
     assert issubclass(UnknownNameError, ValueError)
 
 
-@pytest.mark.parametrize("offset", [-1, 6])
-def test_device_location_does_not_wrap(offset):
-    with raises(RankError, f"offset {offset}", "x=3,y=2"):
-        Mesh("x=3,y=2").device_location(offset)
-
-
 @pytest.mark.parametrize(
     ("coords", "by_dim"), [((0,), {}), ((0, 0, 0), {}), ((0,), {"y": 1}), ((), {"x": 1})]
 )
@@ -179,7 +158,6 @@ def test_every_field_counts_in_equality():
     assert mesh != Mesh("x=2")
     assert mesh != Mesh("y=2", name="a")
     assert mesh != Mesh("x=2", [1, 0], name="a")
-    assert mesh != mesh.with_local([0])
     others: list[object] = ["x=2", 3, None]
     for other in others:
         assert mesh != other
@@ -190,8 +168,7 @@ def test_a_mesh_cannot_be_changed():
     for field in ("name", "dims", "ids"):
         with pytest.raises(AttributeError):
             setattr(mesh, field, None)
-    mesh.global_device_ids()[0, 0] = 9
-    mesh.shape()[0] = 9
+    mesh.ids.array()[0, 0] = 9
     mesh.strides[0] = 9
     assert mesh == Mesh("x=2,y=2", [3, 1, 0, 2])
     assert isinstance(mesh.ids, ListedIds)
@@ -223,7 +200,7 @@ def test_from_ids_takes_any_distinct_ranks():
     assert Mesh.from_ids((2, 2), range(4)) == Mesh("d0=2,d1=2")
     assert Mesh.from_ids((4,), np.arange(4, dtype=np.uint8), dim_names=["x"]) == Mesh("x=4")
     assert isinstance(Mesh.from_ids((2, 3), [1, 2, 3, 11, 12, 13]).ids, StridedIds)
-    assert Mesh("dp=-1,tp=2", range(8)).shape() == [4, 2]
+    assert Mesh("dp=-1,tp=2", range(8)).shape == (4, 2)
     assert Mesh((), [5]).coords_of(5) == ()
     assert Mesh.from_ids((3,), range(9, 3, -2)).ids[2] == 5
 
@@ -258,78 +235,13 @@ def test_strides_that_overlap_are_refused():
         StridedIds(0, (((2, 1),), ((2, 1),)))
 
 
-# -- devices -----------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["a|b", 3])
+def test_names_that_break_a_rule(name):
+    with raises(MeshError, "name", repr(name)):
+        Mesh("x=4", name=name)
 
 
-def test_local_locations_where_ids_do_not_start_at_zero():
-    mesh = Mesh("x=2,y=2", range(4, 8), local_ids=[5, 6], local_devices=["CPU:0", "CPU:1"])
-    assert mesh.local_device_locations() == [{"x": 0, "y": 1}, {"x": 1, "y": 0}]
-    assert mesh.num_local_devices() == 2
-    assert mesh.min_global_device_id() == 4
-    assert not mesh.is_remote()
-    assert mesh.device_type() == "CPU"
-
-
-def test_host_mesh_has_cpu_devices_and_no_name():
-    devices = [
-        "/job:worker/replica:0/task:1/device:GPU:0",
-        "/job:worker/replica:0/task:1/device:GPU:3",
-    ]
-    mesh = Mesh("x=4", name="M", local_ids=[2, 3], local_devices=devices)
-    host = mesh.host_mesh()
-    assert host.local_devices() == [text.replace("GPU", "CPU") for text in devices]
-    assert (host.name, host.dims, host.ids, host.local_ids) == ("", mesh.dims, mesh.ids, (2, 3))
-    assert (mesh.device_type(), host.device_type()) == ("GPU", "CPU")
-    assert host.host_mesh() is host
-    assert Mesh("x=2").host_mesh() == Mesh("x=2")
-
-
-def test_device_type_comes_from_the_names():
-    assert Mesh("x=2", global_devices=["GPU:0", "GPU:1"]).device_type() == "GPU"
-    with raises(MeshError, "device_type", "x=2"):
-        Mesh("x=2").device_type()
-
-
-@pytest.mark.parametrize(
-    ("options", "values"),
-    [
-        ({"local_ids": [4]}, ("local device id 4", "x=4")),
-        ({"local_ids": [1, 1]}, ("local device id", "twice", (1, 1))),
-        ({"local_ids": ["1"]}, ("local device id", "'1'")),
-        (
-            {"local_ids": [0, 1], "local_devices": ["CPU:0"]},
-            ("2 local device ids", "1 local devices"),
-        ),
-        ({"local_devices": ["CPU:0"]}, ("0 local device ids", "1 local devices")),
-        ({"global_devices": ["CPU:0"]}, ("1 global devices", 4)),
-        ({"local_ids": [0, 1], "local_devices": ["GPU:0", "GPU:0"]}, ("Duplicate", "device:GPU:0")),
-        (
-            {"local_ids": [0, 1, 2], "local_devices": ["CPU:0", "CPU:0", "CPU:1"]},
-            ("Duplicate", "device:CPU:0"),
-        ),
-        ({"local_ids": [0, 1], "local_devices": ["CPU:0", "GPU:0"]}, ("device_types", "CPU, GPU")),
-        ({"local_ids": [0], "local_devices": ["TPU:0"]}, ("device_type", "CPU, GPU", "'TPU'")),
-        ({"local_ids": [0], "local_devices": ["nonsense"]}, ("device", "'nonsense'")),
-        ({"local_ids": [0], "local_devices": "CPU:0"}, ("local_devices", "'CPU:0'")),
-        ({"name": "a|b"}, ("name", "'a|b'")),
-        ({"name": 3}, ("name", 3)),
-    ],
-)
-def test_devices_that_break_a_rule(options, values):
-    with raises(MeshError, *values):
-        Mesh("x=4", **options)
-
-
-def test_one_cpu_may_stand_for_all_places():
-    assert Mesh("x=2", local_ids=[0, 1], local_devices=["CPU:0", "CPU:0"]).num_local_devices() == 2
-
-
-def test_single_device():
-    mesh = Mesh.from_device("/job:localhost/replica:0/task:0/device:GPU:1")
-    assert mesh.is_single_device()
-    assert mesh.single_device == "/job:localhost/replica:0/task:0/device:GPU:1"
-    assert (mesh.size, mesh.shape(), mesh.strides) == (1, [], [])
-    assert mesh.use_xla_spmd() is False
-    assert not Mesh("x=1").is_single_device()
-    with raises(MeshError, "x=1", "single device"):
-        _ = Mesh("x=1").single_device
+@pytest.mark.parametrize("offset", [-1, 6])
+def test_offsets_are_in_range(offset):
+    with raises(RankError, f"offset {offset}", "x=3,y=2"):
+        Mesh("x=3,y=2").rank_of(offset)

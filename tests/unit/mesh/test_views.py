@@ -59,28 +59,12 @@ def test_unflatten_undoes_flatten(drawn, data):
     size = joined.dim_size("joined")
     first = data.draw(st.sampled_from([k for k in range(1, size + 1) if size % k == 0]))
     split = joined.unflatten("joined", f"u={first},v=-1")
-    assert np.array_equal(
-        split.global_device_ids().reshape(joined.shape()), joined.global_device_ids()
-    )
+    assert np.array_equal(split.ids.array().reshape(joined.shape), joined.ids.array())
 
 
 def test_unflatten_says_which_sizes_fit():
     with raises(WorldSizeError, "a=2,b=3", "2 x 3 = 6", 8):
         Mesh("dp=8").unflatten("dp", "a=2,b=3")
-
-
-def test_slices_keep_what_is_known_of_their_devices():
-    mesh = Mesh(
-        "x=2,y=2",
-        local_ids=[1, 2],
-        local_devices=["CPU:1", "CPU:2"],
-        global_devices=[f"CPU:{k}" for k in range(4)],
-    )
-    row = mesh.submesh("y", x=1)
-    assert row.local_device_ids() == [2]
-    assert [text[-5:] for text in row.local_devices()] == ["CPU:2"]
-    assert [text[-5:] for text in row.global_devices()] == ["CPU:2", "CPU:3"]
-    assert mesh.submesh("y", x=0).with_local([]).is_remote()
 
 
 # -- values --------------------------------------------------------------------

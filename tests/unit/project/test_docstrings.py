@@ -16,7 +16,7 @@ def run_examples(thing: Any) -> tuple[int, int, str]:
     """Run the examples of one docstring; return how many there are and failed, and the report."""
     # Names as a reader has them after `import mpimesh as mm`, and those of the class's own room.
     room = vars(layout if thing.__module__.startswith(layout.__name__) else schedule)
-    others = {"PipelineStage": mm.PipelineStage, "Mesh": mm.Mesh, "AxisLayout": layout.AxisLayout}
+    others = {"PipelineStage": mm.PipelineStage, "Mesh": mm.Mesh}
     names = {"mm": mm, "np": np, "nn": nn, "optim": optim, **room, **others}
     parsed = doctest.DocTestParser().get_doctest(thing.__doc__, names, thing.__name__, None, None)
     report: list[str] = []
@@ -43,13 +43,8 @@ def run_examples(thing: Any) -> tuple[int, int, str]:
         mm.testing.gradcheck,
         schedule.Costs.joined,
         dtensor.DVariable,
-        dtensor.default_mesh,
-        dtensor.device_name,
-        dtensor.numpy_util.unpack,
-        layout.AxisLayout,
         layout.BoxLayout,
         layout.Layout,
-        layout.Layout.from_specs,
         layout.Placement,
         layout.Shard,
         layout.layout_of_runs,

@@ -81,20 +81,18 @@ def test_a_mesh_shows_what_users_call_and_nothing_else():
     facts = {"closed", "comm", "coord", "links", "mesh", "name", "rank", "settings", "topology"}
     facts |= {"value", "world_size"}
     dims = {"contains_dim", "dim_names", "dim_size", "dims", "dims_text", "ndim", "shape", "size"}
-    places = {"contains_rank", "coord_of", "coords", "coords_of", "device_location", "ids"}
+    places = {"contains_rank", "coord_of", "coords_of", "ids"}
     places |= {"neighbour", "offset_of", "rank_at", "rank_of", "strides"}
     lines = {"check_world", "group_index", "group_ranks", "groups", "num_groups", "place_in_group"}
     groups = {"add_group", "everyone", "get_group", "group", "group_names", "group_rank"}
     devices = {"all_devices", "devices_by_backend", "devices_in_group", "get_device", "hosts"}
-    devices |= {"local_device", "local_rank", "stats", "total_compute_units", "total_memory_mb"}
-    tensorflow = {"as_proto", "client", "device_type", "global_devices", "local_devices"}
-    tensorflow |= {"num_local_devices", "to_string"}
+    devices |= {"local_device", "local_rank", "total_compute_units", "total_memory_mb"}
     together = {"barrier", "close", "copy", "measure_links", "reshape", "set_comm"}
     others = {"budget", "in_group", "set_rank", "shared_empty", "sync_collective", "traffic"}
     with mm.DeviceMesh("dp=1") as mesh:
         shown = {name for name in dir(mesh) if not name.startswith("_")}
         assert [*vars(mesh)] == ["_core"]
-    known = facts | dims | places | lines | groups | devices | tensorflow | together | others
+    known = facts | dims | places | lines | groups | devices | together | others
     assert shown == {*known, "use_device"}
 
 

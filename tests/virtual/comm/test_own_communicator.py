@@ -21,7 +21,6 @@ from tests.helpers.raises import raises
 
 PROGRAM = Path(__file__).parents[3] / "examples" / "own_communicator.py"
 LIMIT_S = 30
-ONE_FOR_THE_PROCESS = "systems: start and end"
 """What is started there is the process's, and here the ranks are its threads."""
 
 
@@ -66,7 +65,7 @@ def test_contract_of_the_transport(name, size):
 
 
 @pytest.mark.parametrize("size", [3, *deep(1, 2, 4)])
-@pytest.mark.parametrize("name", [name for name in suite.CHECKS if name != ONE_FOR_THE_PROCESS])
+@pytest.mark.parametrize("name", [*suite.CHECKS])
 def test_contract(name, size, monkeypatch):
     monkeypatch.setenv("MPIMESH_CHECKS", "1")
     run(size, suite.CHECKS[name])

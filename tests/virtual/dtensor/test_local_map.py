@@ -10,7 +10,6 @@ import pytest
 import mpimesh as mm
 from mpimesh.dtensor import dtensor
 from mpimesh.errors import LayoutError, MismatchError, MpimeshError, ShapeError
-from mpimesh.layout import AxisLayout
 
 
 def on(dims, main, ranks=None):
@@ -70,7 +69,6 @@ def test_arguments_are_brought_where_the_function_wants_them():
         lambda mesh: "dp=S0",
         lambda mesh: mm.Placement(["S0"]),
         lambda mesh: mm.Layout(mesh, "dp=S0"),
-        lambda mesh: AxisLayout(["dp", "unsharded"], mesh),
         lambda mesh: mm.ones((2, 2), mesh, "dp=S0").layout,
     ],
 )

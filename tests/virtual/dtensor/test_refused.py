@@ -65,7 +65,6 @@ def test_masked_arrays_are_refused_wherever_they_come_in():
                 lambda: mm.from_callback((4,), mesh, "S0", lambda index: masked[index]),
                 lambda: mm.full(4, masked, mesh, "R"),
                 lambda: mm.dtensor.DVariable(masked, layout="S0", mesh=mesh),
-                lambda: mm.dtensor.copy_to_mesh(masked, "S0", mesh=mesh),
                 lambda: x + masked,
                 lambda: np.add(masked, x),
                 lambda: np.concatenate([x, masked]),

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.dtensor import DTensor, DVariable, default_mesh
+from mpimesh.dtensor import DTensor, DVariable, default_layout
 from mpimesh.dtensor.dispatch import FUNCTIONS
 from mpimesh.errors import DTypeError, LayoutError, MissingPackageError, ShapeError
-from mpimesh.layout import UNSHARDED, AxisLayout
 from tests.helpers.dtensor_oracle import placements
 from tests.helpers.raises import raises
 
@@ -34,9 +33,9 @@ def variable(mesh, placement="S0, R", x=X):
 
 def test_what_it_begins_with():
     def main(mesh):
-        layout = AxisLayout(["x", UNSHARDED], mesh)
+        layout = mm.Layout(mesh, "x=S0")
         t = mm.distribute(X, mesh, layout)
-        with default_mesh(mesh):
+        with default_layout(mesh):
             made = [
                 DVariable(t),
                 DVariable(t, layout=layout, dtype=float),
@@ -63,7 +62,7 @@ def test_what_it_cannot_begin_with():
     def main(mesh):
         t = mm.distribute(X, mesh, "S0, R")
         with pytest.raises(ValueError, match=r"x=S0, y=R.*x=S1"):
-            DVariable(t, layout=AxisLayout([UNSHARDED, "x"], mesh))
+            DVariable(t, layout=mm.Layout(mesh, "x=S1"))
         with pytest.raises(LayoutError, match="layout="):
             DVariable(X, mesh=mesh)
         with pytest.raises(LayoutError):
@@ -128,7 +127,7 @@ def test_what_was_read_stays():
 
 def test_a_number():
     def main(mesh):
-        v = DVariable(np.float32(2), layout=AxisLayout([], mesh), mesh=mesh)
+        v = DVariable(np.float32(2), layout=mm.Layout(mesh, "x=R"), mesh=mesh)
         assert v.assign_add(0.5).value().full() == 2.5
         assert v.assign(7).value().full() == 7
         assert v.dtype == np.float32

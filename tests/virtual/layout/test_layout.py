@@ -143,52 +143,10 @@ def test_a_rank_that_is_not_in_the_mesh():
 
 def live_layout():
     with mm.DeviceMesh("a=2") as mesh:
-        return Layout(mesh, "S0"), Layout.from_specs(["a"], mesh)
+        return Layout(mesh, "S0"), Layout(mesh, ["S0"])
 
 
 def test_layouts_on_a_live_mesh_are_equal_on_all_ranks():
     results = [layout for pair in mm.run_virtual(2, live_layout) for layout in pair]
     assert len(set(results)) == 1
     assert results[0].placement == Layout(Mesh("a=2"), "S0").placement
-
-
-# -- TensorFlow's spelling ----------------------------------------------------------------
-
-
-@given(layouts_and_shapes())
-def test_sharding_specs_come_back_or_are_refused(drawn):
-    layout, shape = drawn
-    split = [spec.axis for spec in layout.placement if isinstance(spec, Shard)]
-    said = (
-        not layout.partial_op
-        and len(set(split)) == len(split)
-        and not any(spec.sizes for spec in layout.placement if isinstance(spec, Shard))
-    )
-    if not said:
-        with raises(LayoutError, "specs", layout.mesh.dims_text):
-            layout.sharding_specs(len(shape))
-        return
-    specs = layout.sharding_specs(len(shape))
-    assert len(specs) == len(shape)
-    assert Layout.from_specs(specs, layout.mesh) == layout
-
-
-@pytest.mark.parametrize(
-    ("placements", "ndim", "values"),
-    [
-        ("S0, S0", 2, ("axis 0", "a and b", "a=S0, b=S0")),
-        ("P, R", 2, ("Partial()", "a=P, b=R")),
-        ("S0(3,1), R", 2, ("sizes", "a=S0(3,1), b=R")),
-        ("S1, R", 1, ("1 axes", "a=S1, b=R")),
-        ("S1, R", -1, ("number of axes", -1)),
-        ("R, R", 1.5, ("number of axes", 1.5)),
-    ],
-)
-def test_layouts_that_specs_cannot_say(placements, ndim, values):
-    with raises(LayoutError, *values):
-        Layout(Mesh("a=2,b=2"), placements).sharding_specs(ndim)
-
-
-def test_specs_that_are_still_to_match():
-    with raises(LayoutError, ["a", "match"], "AxisLayout.matching(other)"):
-        Layout.from_specs(["a", "match"], Mesh("a=2,b=2"))

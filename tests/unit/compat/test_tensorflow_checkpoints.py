@@ -142,7 +142,7 @@ def test_t37_refusals(tmp_path):
     def body(mesh):
         w = split(mesh, "x=S0")
         name_based_save(mesh, prefix, {"w": w, "other": w})
-        with raises(StoreError, "'w'", "DTensor", "pack"):
+        with raises(StoreError, "'w'", "DTensor", "distribute"):
             name_based_save(mesh, prefix, {"w": cast(Any, W)})
         with raises(StoreError, "by name"):
             name_based_restore(mesh, prefix, cast(Any, [w]))
