@@ -8,9 +8,9 @@ imports from one below it.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
-import sys
 import tokenize
 from collections import Counter
 from dataclasses import dataclass, field
@@ -215,4 +215,6 @@ def write(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="Draw the map of the library.")
+    parser.add_argument("picture", type=Path, metavar="HOUSE.svg")
+    write(parser.parse_args().picture)
