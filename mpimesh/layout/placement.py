@@ -225,7 +225,7 @@ class Placement(Sequence[PlacementSpec]):
 
     @classmethod
     def from_text(cls, text: str) -> Placement:
-        """Read ``"S[0], R"``, TVM's form: one spec for each dim, commas or spaces in between.
+        """Read ``"S[0], R"``: one spec for each dim, commas or spaces in between.
 
         ``S[0]`` may be written ``S0``; sizes stand in parentheses, ``S[0](3,1)``; ``P`` is
         ``Partial()``, ``P(max)`` another. The empty text is the placement on a mesh without dims.

@@ -134,7 +134,7 @@ class Mesh:
         dim_names: Sequence[str] | None = None,
         name: str = "",
     ) -> Mesh:
-        """Make a mesh in TVM's form: a shape, and its ranks in row-major order.
+        """Make a mesh of a shape and its ranks in row-major order.
 
         Args:
             shape: Sizes of the dims.

@@ -1,4 +1,4 @@
-"""kapsl's four topologies, each of which gives a `Mesh` and its named groups.
+"""Four topologies, each of which gives a `Mesh` and its named groups.
 
 | topology | text | mesh | groups, in this order |
 |---|---|---|---|

@@ -13,7 +13,7 @@ the parts of every other without a message.
 
 - Over replicas, rows stay in order and the first ``rows % parts`` parts get one
   row more: 10 rows over 4 are 3, 3, 2, 2; 2 rows over 4 are 1, 1, 0, 0.
-- Into microbatches, shrew's rule: at most as many as there are rows, all of
+- Into microbatches: at most as many as there are rows, all of
   ``ceil(rows / count)`` rows, the last one with what is left. So there may be
   fewer than asked for: 10 in 4 are 3, 3, 3, 1; 9 in 4 are 3, 3, 3; 5 in 4 are
   2, 2, 1. A batch of no rows is one microbatch of no rows.

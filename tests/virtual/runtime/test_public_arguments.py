@@ -30,7 +30,6 @@ QUESTIONS = {
     "DeviceMesh.get_group",
     "DeviceMesh.group_rank",
     "DeviceMesh.in_group",
-    "dtensor.is_dtensor",
 }
 """Those that answer no to what they do not know."""
 
