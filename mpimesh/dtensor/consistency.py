@@ -117,7 +117,7 @@ def call_compared(
     Raises:
         MismatchError: On every rank, naming each rank's call, if they differ.
     """
-    if not mesh.settings.checks or _inside.get():
+    if not mesh._core.context.settings.checks or _inside.get():
         return do()
     compare_call(mesh, name, arguments, named)
     token = _inside.set(True)
@@ -134,13 +134,13 @@ def compare_call(
     named: Mapping[str, Any] | None = None,
 ) -> None:
     """Compare a call as :func:`call_compared` does."""
-    if not mesh.settings.checks or _inside.get() or not mesh.contains_rank(mesh.rank):
+    if not mesh._core.context.settings.checks or _inside.get() or not mesh.contains_rank(mesh.rank):
         return
     group = mesh.group()
     texts = [*map(_text, arguments), *(f"{key}={_text(x)}" for key, x in (named or {}).items())]
     call = Call(name, group.name, rule=", ".join(texts))
     call.site = _place()
-    stack = call_stack() if mesh.settings.checks > 1 else ()
+    stack = call_stack() if mesh._core.context.settings.checks > 1 else ()
     agree(group._core, call, stack=stack)
 
 
@@ -151,7 +151,7 @@ def compare_copies(block: HostArray, mesh: DeviceMesh, layout: Layout, name: str
         MismatchError: On every rank, naming two that differ.
     """
     repeated = [isinstance(spec, Replicate) for spec in layout.placement]
-    if not mesh.settings.checks or _inside.get() or not any(repeated):
+    if not mesh._core.context.settings.checks or _inside.get() or not any(repeated):
         return
     if not mesh.contains_rank(mesh.rank):
         return

@@ -146,7 +146,7 @@ class DTensor(Methods):
         return made
 
     @classmethod
-    def of_block(
+    def _of_block(
         cls,
         mesh: DeviceMesh,
         layout: Layout,
@@ -240,7 +240,7 @@ class DTensor(Methods):
     def _repr_html_(self) -> str:
         """Show shape, dtype and which ranks hold which block, in notebooks. Local."""
         facts = f"DTensor of shape {self.shape}, {self.dtype}"
-        return html.paragraph(facts) + self.layout.html_of(self.shape)
+        return html.paragraph(facts) + self.layout._html_of(self.shape)
 
     def __repr__(self) -> str:
         """Show shape, dtype and layout. Local: it shows no values of other ranks."""
@@ -365,7 +365,7 @@ class DTensor(Methods):
         shape, dtype, into = self._shape, self._dtype, None if out is None else out._block
 
         def made(block: HostArray | None) -> DTensor:
-            return out if out is not None else DTensor.of_block(goal, target, shape, dtype, block)
+            return out if out is not None else DTensor._of_block(goal, target, shape, dtype, block)
 
         return redistribute_again(
             self._mesh, self._layout, goal, target, shape, dtype, self._block, into, made
@@ -384,7 +384,7 @@ class DTensor(Methods):
             shape,
             dtype,
             self._block,
-            lambda block: DTensor.of_block(goal, target, shape, dtype, block),
+            lambda block: DTensor._of_block(goal, target, shape, dtype, block),
             max_bytes=max_bytes,
         )
 

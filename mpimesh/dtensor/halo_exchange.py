@@ -88,7 +88,7 @@ class Reading:
             finish: Makes the result.
             lock: The caller's array, which must not change meanwhile.
         """
-        group = mesh.everyone.alone() if source is None else mesh.group()
+        group = mesh._core.everyone.alone() if source is None else mesh.group()
         begin: Callable[[], Request | Steps] = partial(self._alone, source, target)
         if self.moves and group.size > 1:
             side = group.communicator
@@ -117,7 +117,7 @@ class Reading:
 
         The result is `target`; the arguments are those of :meth:`start`.
         """
-        group = mesh.everyone.alone() if source is None else mesh.group()
+        group = mesh._core.everyone.alone() if source is None else mesh.group()
         size = 0 if source is None else source.itemsize
 
         def prepare() -> Callable[[], Request | Steps]:

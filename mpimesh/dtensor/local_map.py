@@ -118,7 +118,7 @@ def _wrapped(
     if inferred is None:
         return DTensor.from_local(block, mesh, placements)
     shape, layout = inferred
-    if mesh.settings.checks:
+    if mesh._core.context.settings.checks:
         made = DTensor.from_local(block, mesh, layout.placement)
         if (made.shape, made.layout) != inferred:
             raise on_all_ranks(

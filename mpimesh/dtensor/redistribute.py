@@ -192,7 +192,7 @@ def plan_redistribute(
     if not mesh.closed and not goal.closed:
         inside = mesh.contains_rank(mesh.rank)
         # A rank that is left out knows the nodes of all by the communicator of all.
-        nodes = _nodes(_group_of(mesh, goal)[0] if inside else mesh.everyone)
+        nodes = _nodes(_group_of(mesh, goal)[0] if inside else mesh._core.everyone)
     return _plan(mesh, source, goal, target, shape, itemsize, nodes)
 
 
@@ -508,10 +508,10 @@ def _group_of(mesh: DeviceMesh, goal: DeviceMesh) -> tuple[ProcessGroup, Mesh | 
     """Return who takes part, and the mesh whose places are their numbers; None for the ranks."""
     if goal is not mesh:
         _check_goal(mesh, goal)
-        return mesh.everyone, None
+        return mesh._core.everyone, None
     if mesh.contains_rank(mesh.rank):
         return mesh.group(), mesh.value
-    return mesh.everyone.alone(), None  # it holds nothing, and takes no part
+    return mesh._core.everyone.alone(), None  # it holds nothing, and takes no part
 
 
 def _check_goal(mesh: DeviceMesh, goal: DeviceMesh) -> None:

@@ -169,11 +169,11 @@ class Layout:
             if isinstance(spec, Shard):
                 lengths[spec.axis] *= size if spec.sizes is None else sum(spec.sizes)
         try:
-            return self.html_of(lengths)
+            return self._html_of(lengths)
         except LayoutError:  # of blocks in blocks of uneven sizes
             return html.paragraph(str(self))
 
-    def html_of(self, shape: Sequence[int]) -> str:
+    def _html_of(self, shape: Sequence[int]) -> str:
         """Return a picture for notebooks: which ranks hold which block of an array of `shape`."""
         boxes = [
             (box, f"rank {ranks_text(ranks)}" if len(ranks) == 1 else f"ranks {ranks_text(ranks)}")

@@ -111,7 +111,7 @@ class Batch:
         """
         is_first = engine.first_values if self.training else engine.first_forward
         kinds = _signature(self.x), _signature(self.target), _signature(self.inputs)
-        if is_first or engine.mesh.settings.checks or None in kinds:
+        if is_first or engine.mesh._core.context.settings.checks or None in kinds:
             return None
         options: list[Any] = [self.denominator, self.rows]
         if any(type(option) not in (int, float, str, NoneType) for option in options):
@@ -192,7 +192,7 @@ class Batch:
         is_cut = first is not None and self._is_cut(first)
         # The rows of the only replica are the whole batch.
         replica = engine.data.rank if is_local and engine.data.size > 1 else None
-        checks = bool(engine.mesh.settings.checks)
+        checks = bool(engine.mesh._core.context.settings.checks)
         # Without checks nothing is brought from a device for it.
         is_first = engine.first_values if self.training else engine.first_forward
         unseen = is_first and (checks or engine.xp is np)

@@ -207,7 +207,7 @@ class ParallelModel:
             repeats=(engine.data,),
             scope=engine.scope,
             sums=engine.buckets.sums is not None,
-            limit=max_norm if engine.mesh.settings.checks else None,
+            limit=max_norm if engine.mesh._core.context.settings.checks else None,
         )
         copies = [*engine.ties.copies, *engine.tensor.copies(parameters)]
         limit = 1.0 if problem else max_norm  # where there is one, all_sum raises

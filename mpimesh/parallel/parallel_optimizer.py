@@ -269,7 +269,7 @@ class ParallelOptimizer:
             (engine.tensor.group, engine.pipe, *divided),
             repeats=repeats,
             scope=engine.scope,
-            limit=max_norm if engine.mesh.settings.checks else None,
+            limit=max_norm if engine.mesh._core.context.settings.checks else None,
         )
         norm = math.sqrt(squares) / self.loss_scale if squares >= 0 else math.nan
         self._clipped = (sums, max_norm / norm if max_norm < norm < math.inf else 1.0)

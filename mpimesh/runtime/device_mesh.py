@@ -29,7 +29,6 @@ from mpimesh.runtime.call import call_site
 from mpimesh.runtime.group import Backend, ProcessGroup
 from mpimesh.runtime.mesh_core import MeshArgument, MeshCore
 from mpimesh.runtime.traffic import Budget, Traffic
-from mpimesh.settings import Settings
 from mpimesh.trace import Tracer, html
 
 __all__ = ["DeviceMesh"]
@@ -173,7 +172,6 @@ class DeviceMesh:
     group_index = _asked(Mesh.group_index)
     group_ranks = _asked(Mesh.group_ranks)
     place_in_group = _asked(Mesh.place_in_group)
-    check_world = _asked(Mesh.check_world)
 
     # -- who and where: local ------------------------------------------------------------
 
@@ -191,11 +189,6 @@ class DeviceMesh:
     def topology(self) -> MeshTopology | None:
         """The topology that the mesh was made or reshaped from, if it was."""
         return self._core.topology
-
-    @property
-    def settings(self) -> Settings:
-        """The settings that were in force when the mesh was made."""
-        return self._core.context.settings
 
     @property
     def closed(self) -> bool:
@@ -223,11 +216,6 @@ class DeviceMesh:
         """
         self._core.refuse_closed("give the communicator of")
         return self._core.context.communicator
-
-    @property
-    def everyone(self) -> ProcessGroup:
-        """The group of all ranks of `comm`, in their order, also those that the mesh leaves out."""
-        return self._core.everyone
 
     def set_rank(self, rank: int) -> None:
         """Accept the rank that this process has, and refuse any other.

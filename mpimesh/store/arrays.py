@@ -198,7 +198,7 @@ def save_array(
     _agree(live, "save_array", [str(place), format, dataset, facts], problem)
     if live is not None and isinstance(values, np.ndarray):
         compare_call(live, "save_array", (values,))
-        values = DTensor.of_block(live, Layout.replicated(live), shape, dtype, values)
+        values = DTensor._of_block(live, Layout.replicated(live), shape, dtype, values)
     is_first = live is None or live.rank == live.group().ranks[0]
     part = ""
     try:
@@ -329,7 +329,7 @@ class OpenedArray:
         array_shape(extent(box), self.dtype)
         block = live.shared_empty(extent(box), self.dtype)
         self._read(region.inside(box), region.widened(block))
-        return DTensor.of_block(live, layout, region.shape, self.dtype, block)
+        return DTensor._of_block(live, layout, region.shape, self.dtype, block)
 
     def write(self, x: Array, *, index: Any = ...) -> None:
         """Write an array in place, or into a part. Collective over the mesh.
@@ -381,7 +381,7 @@ class OpenedArray:
             )
         if self._mesh is not None and isinstance(values, np.ndarray):
             layout = Layout.replicated(self._mesh)
-            return DTensor.of_block(self._mesh, layout, values.shape, values.dtype, values)
+            return DTensor._of_block(self._mesh, layout, values.shape, values.dtype, values)
         return values
 
     def close(self) -> None:

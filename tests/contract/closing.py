@@ -81,7 +81,7 @@ def check_the_groups_of_the_mesh_itself_stay(comm):
             with raises(GroupError, f"rank {mesh.rank}", repr(name), "add_group"):
                 mesh.group(name).close()
         with raises(GroupError, "'everyone'"):
-            mesh.everyone.close()
+            mesh._core.everyone.close()
         members_agree(mesh)
 
 
@@ -250,7 +250,7 @@ def messages_that_nobody_received(comm):
         group = mesh.add_group("pair", ranks)
         if group.rank == 1:
             group.send(np.ones(1), 0).resolve()
-        if not mesh.settings.checks:
+        if not mesh._core.context.settings.checks:
             group.close()
         elif group.rank is not None:
             with raises(MismatchError, "'pair'", "send", f"rank {n - 1}"):

@@ -192,7 +192,7 @@ def check_large_arrays(comm):
         group = mesh.group()
         n = group.size
         # In pieces of 7 elements, as a setting may ask for, this would take for ever.
-        size = (1000 if mesh.settings.chunk_elements else 1 << 18) * n
+        size = (1000 if mesh._core.context.settings.chunk_elements else 1 << 18) * n
         x = given(np.arange(float(size)) * (group.rank + 1))
         total = np.arange(float(size)) * (n * (n + 1) // 2)
         check(group.all_reduce(x).resolve(), total)

@@ -87,7 +87,7 @@ def test_the_communicator_of_a_mesh():
         with mm.DeviceMesh("dp=2", comm) as mesh:
             assert type(mesh.comm) is own.QueueCommunicator
             assert mesh.comm is not comm
-            assert mesh.comm is mesh.everyone.communicator
+            assert mesh.comm is mesh._core.everyone.communicator
             assert (mesh.comm.rank, mesh.comm.size) == (mesh.rank, 2)
             assert mesh.group("dp").backend == "virtual"
             with mm.DeviceMesh("x=2", mesh.comm) as other:
