@@ -10,7 +10,7 @@ from mpimesh.arguments import shown
 from mpimesh.errors import LayoutError
 from mpimesh.layout import Layout, Placement, PlacementLike, Replicate, Shard
 from mpimesh.mesh import Mesh
-from mpimesh.runtime import DeviceMesh
+from mpimesh.runtime import DeviceMesh, ProcessGroup
 
 __all__ = ["as_live", "current_mesh", "default_layout", "layout_for"]
 
@@ -92,6 +92,12 @@ def as_live(mesh: object, what: str = "mesh") -> DeviceMesh:
         LayoutError: If it is no DeviceMesh.
     """
     if not isinstance(mesh, DeviceMesh):
-        hint = "; make one of it: DeviceMesh(mesh)" if isinstance(mesh, Mesh) else ""
+        hint = ""
+        if isinstance(mesh, Mesh):
+            hint = "; make one of it: DeviceMesh(mesh)"
+        elif hasattr(mesh, "Get_rank"):
+            hint = "; make one on this communicator: DeviceMesh('dp=-1', comm)"
+        elif isinstance(mesh, ProcessGroup):
+            hint = "; take the mesh that the group is of"
         raise LayoutError(f"{what} must be a live DeviceMesh, got {shown(mesh)}{hint}")
     return mesh

@@ -458,7 +458,7 @@ class DTensor(Methods):
         if any(isinstance(one, StandIn) for one in (*args, *kwargs.get("out", ()))):
             return NotImplemented
         rule = sure_rule_of(np.ufunc)
-        if not self._mesh.settings.checks:
+        if not self._mesh._core.context.settings.checks:
             return rule(ufunc, method, args, kwargs)
         name = f"numpy.{ufunc.__name__}" + ("" if method == "__call__" else f".{method}")
         return call_compared(
@@ -474,7 +474,7 @@ class DTensor(Methods):
         """
         if any(issubclass(kind, StandIn) for kind in types):
             return NotImplemented
-        if function in FACTS or not self._mesh.settings.checks:
+        if function in FACTS or not self._mesh._core.context.settings.checks:
             return self._do(function, args, kwargs)
         name = name_of(function)
         return call_compared(
@@ -491,13 +491,13 @@ class DTensor(Methods):
 
     def __getitem__(self, key: Any) -> Any:
         rule = sure_rule_of(getitem)
-        if not self._mesh.settings.checks:
+        if not self._mesh._core.context.settings.checks:
             return rule(self, key)
         return call_compared(self._mesh, "getitem", (self, key), lambda: rule(self, key))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         rule = sure_rule_of(setitem)
-        if not self._mesh.settings.checks:
+        if not self._mesh._core.context.settings.checks:
             rule(self, key, value)
             return
         call_compared(self._mesh, "setitem", (self, key, value), lambda: rule(self, key, value))

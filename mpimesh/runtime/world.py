@@ -105,9 +105,12 @@ class World:
             _check_place(comm, "comm")
         else:
             if comm is not None and not hasattr(comm, "Get_rank"):
+                mine = isinstance(getattr(comm, "comm", None), Communicator)
+                mine = mine or isinstance(getattr(comm, "communicator", None), Communicator)
+                cure = "; a mesh has one as mesh.comm, a group as group.communicator" * mine
                 raise MeshError(
-                    "comm must be an intracommunicator of mpi4py, an mpimesh.comm.Communicator"
-                    f" (of a class of your own, too), or None for all ranks, got {shown(comm)}"
+                    "comm must be an intracommunicator of mpi4py, an mpimesh.comm.Communicator "
+                    f"(of a class of your own, too), or None for all ranks, got {shown(comm)}{cure}"
                 )
             if is_born_too_late():
                 raise ClosedError(
