@@ -130,7 +130,6 @@ def _on_mesh(prefix: str, owner: Any, calls: dict[str, dict[str, Any]]) -> None:
 
 
 _QUERIES: dict[str, dict[str, Any]] = {
-    "check_world": {"world_size": 4},
     "contains_dim": {"dim": "dp"},
     "contains_rank": {"rank": 0},
     "coord_of": {"rank": 0, "dim": "dp"},
@@ -218,7 +217,12 @@ _plain(
     {"from_text": {"text": "S0"}, "of": {"placements": "S0", "dim_names": ["dp"]}},
 )
 _plain("Placement", mm.Placement(["S0"]), {"named": {"dim_names": ["dp"]}})
-_of("Mesh", lambda place: place.value, _QUERIES, local=True)
+_of(
+    "Mesh",
+    lambda place: place.value,
+    {**_QUERIES, "check_world": {"world_size": 4}},
+    local=True,
+)
 _of("DeviceMesh", lambda place: place.mesh, _QUERIES, local=True)
 _of(
     "Mesh",
