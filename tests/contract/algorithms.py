@@ -49,9 +49,9 @@ def check_results_are_those_of_numpy(comm):
                     for place, op in enumerate(ReduceOp):
                         if not allowed(dtype, op):
                             continue
-                        # On more than two ranks each pair takes one shape.
+                        # In larger groups each pair takes one shape.
                         turn = DTYPES.index(dtype) + place
-                        shapes = SHAPES if comm.size <= 2 else [SHAPES[turn % len(SHAPES)]]
+                        shapes = SHAPES if group.size <= 2 else [SHAPES[turn % len(SHAPES)]]
                         for shape in shapes:
                             what = algorithm, dtype, op, shape
                             inputs = [values(r, shape, dtype, place) for r in group.ranks]
