@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -596,10 +596,12 @@ def all_reduce(
     tensor: Array,
     op: ReduceOperation | OpLike,
     group: ProcessGroup,
-    strategy: AlgorithmName | None = None,
+    strategy: str | None = None,
 ) -> CollectiveTensor:
     """Start a reduction over a group, which burn calls the ids of devices. Collective."""
-    return CollectiveTensor(group.all_reduce(tensor, _op(op), algorithm=strategy))
+    return CollectiveTensor(
+        group.all_reduce(tensor, _op(op), algorithm=cast(AlgorithmName | None, strategy))
+    )
 
 
 def reduce(

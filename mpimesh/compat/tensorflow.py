@@ -276,7 +276,7 @@ def relayout_like(tensor: DTensor, layout_tensor: DTensor) -> DTensor:
     return _tensor(tensor, "relayout_like").redistribute(other.placement, mesh=other.mesh)
 
 
-def fetch_layout(tensor: DTensor) -> Layout:
+def fetch_layout(tensor: Any) -> Layout:
     """Return the layout of an array; LayoutError if one spec an axis cannot say it. Local."""
     x = _tensor(tensor, "fetch_layout")
     return Layout.of(x.layout, x.ndim, x.mesh)

@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsIndex, TypeAlias, overload
+from typing import Protocol, SupportsIndex, TypeAlias, overload
 
 from mpimesh.arguments import OpLike, ReduceOp, as_int, as_items, as_reduce_op, shown
 from mpimesh.errors import LayoutError, ReduceOpError, UnknownNameError
@@ -175,11 +175,7 @@ _GRAMMAR = "write R, S[axis] or P for each dim, as in 'S[0], R', or names, as in
 
 
 class Placed(Protocol):
-    """An object with placements on a mesh: as a `Layout` has them."""
-
-    @property
-    def mesh(self) -> Any:
-        """The mesh."""
+    """An object with placements, as a `Layout` has them; those on another mesh are refused."""
 
     @property
     def placement(self) -> Placement:

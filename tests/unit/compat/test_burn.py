@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -281,7 +282,7 @@ def test_b4_the_configuration_of_a_session_holds_for_its_gradients():
                 context.client.submit_sync_collective()
                 found.append(gradients[3][0])
         with pytest.raises(AttributeError):
-            context.config.all_reduce_op = ReduceOperation.Sum
+            context.config.all_reduce_op = ReduceOperation.Sum  # type: ignore[misc]
         return found
 
     assert on("dp=2", main) == [[3.0, 1.5]] * 2
@@ -403,6 +404,7 @@ def test_b14_backward_of_an_all_reduce_is_one_by_the_same_operation(op):
         layer, ctx = AllReduce(mesh.group(), op), nn.Context()
         y = layer.forward(np.array([mesh.rank + 1.0]), ctx)
         dx = layer.backward(np.array([10.0 * (mesh.rank + 1)]), ctx)
+        assert dx is not None
         return y[0], dx[0]
 
     divisor = 1 if op == "sum" else 2
@@ -414,10 +416,11 @@ def test_b15_other_orders_on_other_ranks_are_errors(monkeypatch):
 
     with pytest.raises(mm.MpimeshError):
         on("dp=2", lambda mesh: mesh.group().all_reduce(np.ones(2 + mesh.rank)).resolve())
+    ops: list[Any] = ["sum", "max"]
     with pytest.raises(mm.MpimeshError):
         on(
             "dp=2",
-            lambda mesh: mesh.group().all_reduce(np.ones(2), ["sum", "max"][mesh.rank]).resolve(),
+            lambda mesh: mesh.group().all_reduce(np.ones(2), ops[mesh.rank]).resolve(),
         )
 
 
@@ -442,7 +445,7 @@ def test_b16_register_and_finish():
 def test_b17_reduce_and_broadcast():
     def main(mesh):
         group, me = mesh.group(), mesh.rank
-        total = reduce(np.full(2, me + 1.0), "sum", 1, group)
+        total: Any = reduce(np.full(2, me + 1.0), "sum", 1, group)
         assert total is None if me != 1 else total.tolist() == [6.0, 6.0]
         assert broadcast(np.arange(3.0) if me == 2 else None, group).tolist() == [0.0, 1.0, 2.0]
         for senders in ([], [0, 2]):

@@ -178,7 +178,7 @@ def test_k8_new_with_nccl_is_refused_where_there_is_none():
 def test_k9_with_topology():
     def main():
         with DeviceMesh.with_topology(None, MIXED) as mesh:
-            members = {name: [*map(int, mesh.get_group(name).ranks)] for name in mesh.group_names}
+            members = {name: [*map(int, mesh.group(name).ranks)] for name in mesh.group_names}
             sums = mesh.group("tp").all_reduce(np.array([mesh.rank])).resolve()
             return mesh.rank, members, int(sums[0])
 
@@ -410,8 +410,12 @@ def test_k24_probing_and_preferences(monkeypatch, tmp_path):
         ("mig:MIG-dd44", split),
         ("gpu", split),
     ):
-        assert GpuPreference.parse(text).matches(device), text
-    assert not GpuPreference.parse("cuda:0").matches(split)
+        wanted = GpuPreference.parse(text)
+        assert wanted is not None, text
+        assert wanted.matches(device), text
+    first = GpuPreference.parse("cuda:0")
+    assert first is not None
+    assert not first.matches(split)
     assert GpuPreference.parse("") is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +72,7 @@ def test_s3_stages_and_microbatches_are_checked():
     def main(mesh):
         with raises(ScheduleError, "pipeline needs at least one stage"):
             PipelineParallel([], 4, mesh=mesh)
+        wrong: Any
         for wrong in (0, -1, 1.5):
             with pytest.raises(ValueError, match="num_microbatches"):
                 PipelineParallel(stages(), wrong, mesh=mesh)
@@ -134,7 +136,7 @@ def test_s7_stages_by_number():
     def main(mesh):
         pipe = PipelineParallel(stages(), 2, mesh=mesh)
         assert pipe.num_stages == 2
-        assert [pipe.stage(k).stage_id for k in range(2)] == [0, 1]
+        assert [stage and stage.stage_id for stage in map(pipe.stage, range(2))] == [0, 1]
         assert pipe.stage(2) is None
 
     on("pp=2", main)
@@ -231,7 +233,8 @@ def test_s12_an_overflow_on_one_rank_skips_the_step_on_all():
 
         def backward_input(self, dy, ctx):
             factor = np.inf if self.explode else 1
-            return (super().backward_input(dy, ctx) * factor).astype(dy.dtype)
+            dx: Any = super().backward_input(dy, ctx)
+            return (dx * factor).astype(dy.dtype)
 
     def main(mesh):
         layer = Exploding()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -310,7 +311,7 @@ def test_v14_every_pair_on_a_grid_is_planned(target):
                 masks.append(np.zeros((4, *X.shape), bool))
                 for rank in range(4):
                     box = layout.box(X.shape, rank)
-                    masks[-1][(rank, *(slice(*edges) for edges in box))] = True
+                    masks[-1][rank][tuple(slice(*edges) for edges in box)] = True
             missing = (masks[1] & ~masks[0]).sum()
             assert x.plan(target).total_bytes == 8 * missing
             assert np.array_equal(x.redistribute(target).full(), X)
@@ -321,7 +322,7 @@ def test_v14_every_pair_on_a_grid_is_planned(target):
 @pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "avg"])
 def test_v16_allreduce(op):
     rows = np.array([[1.0, 5.0], [4.0, 2.0], [3.0, 3.0], [2.0, 8.0]])
-    numpy = {"sum": np.sum, "prod": np.prod, "min": np.min, "max": np.max, "avg": np.mean}[op]
+    numpy: Any = {"sum": np.sum, "prod": np.prod, "min": np.min, "max": np.max, "avg": np.mean}[op]
 
     def main(mesh):
         x = rows[mesh.rank]
@@ -335,7 +336,7 @@ def test_v16_allreduce(op):
 def test_v16_an_unknown_operation():
     def main(mesh):
         with pytest.raises(ValueError, match="xor"):
-            allreduce(np.ones(1), "xor", group=mesh.group())
+            allreduce(np.ones(1), cast(Any, "xor"), group=mesh.group())
 
     ThreadedSession(2).run(main)
 

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 
 from mpimesh.schedule import Schedule, ScheduleName, Timetable, make_schedule, simulate
-from mpimesh.schedule.simulate import Seconds
+from mpimesh.schedule.costs import Seconds
 
 # F, I and W of one stage. In all of them W is no longer than F and I.
 TIMES = [(1, 1, 1), (3, 3, 3), (4, 5, 3), (5, 4, 4), (2, 3, 1), (3, 2, 1)]
