@@ -65,37 +65,6 @@ def test_a_result_that_cannot_be_made_stays_an_error():
     assert not group.open_work
 
 
-def test_a_group_shows_what_users_call_and_nothing_else():
-    collectives = {"all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce"}
-    planned = {f"{name}_init" for name in {*collectives, "reduce_scatter", "recv", "send"}}
-    messages = {"recv", "recv_next", "recv_prev", "send", "send_next", "send_prev", "shift"}
-    facts = {"algorithms", "backend", "closed", "communicator", "group_rank_of", "name", "rank"}
-    facts |= {"ranks", "size", "world_rank"}
-    others = {"alone", "barrier", "close", "empty_once", "reduce_scatter", "scatter"}
-    with mm.DeviceMesh("dp=1") as mesh:
-        shown = {name for name in dir(mesh.group()) if not name.startswith("_")}
-    assert shown == {*collectives, *planned, *messages, *facts, *others, "start_barrier"}
-
-
-def test_a_mesh_shows_what_users_call_and_nothing_else():
-    facts = {"closed", "comm", "coord", "links", "mesh", "name", "rank", "settings", "topology"}
-    facts |= {"value", "world_size"}
-    dims = {"contains_dim", "dim_names", "dim_size", "dims", "dims_text", "ndim", "shape", "size"}
-    places = {"contains_rank", "coord_of", "coords_of", "ids"}
-    places |= {"neighbour", "offset_of", "rank_at", "rank_of", "strides"}
-    lines = {"check_world", "group_index", "group_ranks", "groups", "num_groups", "place_in_group"}
-    groups = {"add_group", "everyone", "get_group", "group", "group_names", "group_rank"}
-    devices = {"all_devices", "devices_by_backend", "devices_in_group", "get_device", "hosts"}
-    devices |= {"local_device", "local_rank", "total_compute_units", "total_memory_mb"}
-    together = {"barrier", "close", "copy", "measure_links", "reshape", "set_comm"}
-    others = {"budget", "in_group", "set_rank", "shared_empty", "sync_collective", "traffic"}
-    with mm.DeviceMesh("dp=1") as mesh:
-        shown = {name for name in dir(mesh) if not name.startswith("_")}
-        assert [*vars(mesh)] == ["_core"]
-    known = facts | dims | places | lines | groups | devices | together | others
-    assert shown == {*known, "use_device"}
-
-
 def test_a_mesh_answers_as_its_value_does():
     with mm.DeviceMesh("dp=1,tp=1") as mesh:
         assert mesh.coords_of(rank=0) == mesh.mesh.coords_of(0) == (0, 0)
