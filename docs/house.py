@@ -129,7 +129,7 @@ def draw(order: list[list[str]], rooms: dict[str, Room]) -> str:
     most = max(rooms[name].lines for name in names)
     total, files = sum(r.lines for r in rooms.values()), sum(len(r.files) for r in rooms.values())
     body = [
-        _text(LEFT, 28, "The house of mpimesh", size=18, weight="600"),
+        _text(LEFT, 28, "The rooms of mpimesh", size=18, weight="600"),
         _text(LEFT, 50, f"{total:,} lines of code in {files} files. {LEGEND}", fill=MUTED),
     ]
     for number, name in enumerate(names):

@@ -1,6 +1,6 @@
 """Layers with a backward in two halves, and losses: local maths for NumPy and CuPy."""
 
-from mpimesh.nn.activations import GELU, ReLU, SiLU
+from mpimesh.nn.activations import GELU, ReLU, SiLU, Tanh
 from mpimesh.nn.attention import Attention
 from mpimesh.nn.containers import Add, Checkpoint, Concat, MeanPool, Sequential
 from mpimesh.nn.dropout import Dropout
@@ -47,6 +47,7 @@ __all__ = [
     "SiLU",
     "SupportsLayer",
     "SwiGLU",
+    "Tanh",
     "Uniform",
     "cross_entropy",
     "mse_loss",

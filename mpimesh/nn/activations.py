@@ -37,7 +37,7 @@ from mpimesh.nn.checks import check_floats, sum_dtype
 from mpimesh.nn.module import Module
 from mpimesh.nn.protocol import Context
 
-__all__ = ["GELU", "ReLU", "SiLU", "erf", "sigmoid", "silu_slope"]
+__all__ = ["GELU", "ReLU", "SiLU", "Tanh", "erf", "sigmoid", "silu_slope"]
 
 _BLOCK_ELEMENTS = 1 << 15
 # What is computed on the way, 128 KiB each in float32, should stay in a cache of the core.
@@ -138,6 +138,23 @@ class SiLU(_Smooth):
     def _compute(self, x: Array, derivative: bool) -> tuple[Array, Array | None]:
         share = sigmoid(x)
         return x * share, silu_slope(x, share) if derivative else None
+
+
+class Tanh(_Smooth):
+    """``y = tanh(x)``.
+
+    float16 is computed in float32.
+
+    Shapes:
+        x, result: any, the same.
+
+    Cost:
+        Saves the derivative, one array like `x`, instead of `x`: backward is one product.
+    """
+
+    def _compute(self, x: Array, derivative: bool) -> tuple[Array, Array | None]:
+        y = namespace(x).tanh(x)
+        return y, 1.0 - y * y if derivative else None
 
 
 def sigmoid(x: Array) -> Array:

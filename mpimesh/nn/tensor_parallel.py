@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar
 
 from mpimesh.arguments import as_flag, as_int, shown
 from mpimesh.errors import ModuleError
-from mpimesh.nn.activations import GELU, ReLU, SiLU
+from mpimesh.nn.activations import GELU, ReLU, SiLU, Tanh
 from mpimesh.nn.attention import Attention
 from mpimesh.nn.checks import check_extent
 from mpimesh.nn.containers import Checkpoint, Sequential
@@ -29,7 +29,7 @@ _SPLIT = (Attention, FeedForward, SwiGLU, Embedding)
 _OF_PLACES = (LayerNorm, RMSNorm, Linear, Dropout, PositionalEmbedding)
 # These learn which places of a split sequence they treat.
 
-_PLACEWISE = (GELU, ReLU, SiLU, BertBlock, GptBlock, Checkpoint)
+_PLACEWISE = (GELU, ReLU, SiLU, Tanh, BertBlock, GptBlock, Checkpoint)
 # With a split sequence these need no change, or only of the layers within.
 
 

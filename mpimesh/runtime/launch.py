@@ -118,7 +118,9 @@ def check_world(launch: Launch, world_size: int, vendor: str, *, reason: str = "
             cure = f"start it with `srun {_SRUN_FLAGS[vendor]}`"
         else:
             cure = f"start it with the flag for {vendor} among those of `srun --mpi=list`"
-        error = LaunchError(f"{what}{vendor} sees a world of 1: it was not told; {cure}")
+        error = LaunchError(
+            f"{what}{vendor} sees a world of 1, as it does not use this launcher's protocol; {cure}"
+        )
     raise on_all_ranks(error)
 
 

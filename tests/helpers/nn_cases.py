@@ -50,6 +50,7 @@ CASES = {
     "layernorm": Case(lambda: nn.LayerNorm(5), (5,)),
     "layernorm on more axes": Case(lambda: nn.LayerNorm(4), (2, 4)),
     "silu": Case(nn.SiLU, (5,)),
+    "tanh": Case(nn.Tanh, (5,)),
     "rmsnorm": Case(lambda: nn.RMSNorm(5), (5,)),
     "rmsnorm on more axes": Case(lambda: nn.RMSNorm(4), (2, 4)),
     "rotary": Case(lambda: nn.RotaryEmbedding(4), (3, 2, 4)),

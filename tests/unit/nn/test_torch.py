@@ -32,12 +32,13 @@ def test_attention_is_torchs(causal):
         np.testing.assert_allclose(one.swapaxes(1, 2), other.grad.numpy(), atol=1e-11)
 
 
-def test_silu_and_rmsnorm_are_torchs():
+def test_silu_tanh_and_rmsnorm_are_torchs():
     x = np.random.default_rng(0).normal(size=(4, 6)) * 10
     norm = nn.RMSNorm(6, eps=1e-5)
     norm.materialize(seed=0, dtype="float64")
     for layer, function in (
         (nn.SiLU(), torch.nn.functional.silu),
+        (nn.Tanh(), torch.tanh),
         (norm, lambda t: torch.nn.functional.rms_norm(t, (6,), eps=1e-5)),
     ):
         ctx, given = nn.Context(), tensor(x)

@@ -87,6 +87,7 @@ LAYERS: dict[str, tuple[dict[str, Any], Any]] = {
     "Sequential": ({}, ROWS),
     "SiLU": ({}, ROWS),
     "SwiGLU": ({"features": 4, "hidden": 8, "bias": True}, ROWS),
+    "Tanh": ({}, ROWS),
 }
 
 

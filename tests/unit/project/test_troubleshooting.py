@@ -49,4 +49,4 @@ def test_each_quoted_message_is_in_the_code():
     assert len(QUOTED) > 20
     assert [message for message in QUOTED if not is_said(message)] == []
     assert not is_said("mesh … ranks, but the moon has …")
-    assert not is_said("… sees a world of 1: it was told; …")
+    assert not is_said("… sees a world of 1, as it uses this launcher's protocol; …")
