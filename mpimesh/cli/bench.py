@@ -21,7 +21,14 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from mpimesh.arguments import size_text
-from mpimesh.cli.console import InputError, check_picture, print_page, table, write_picture
+from mpimesh.cli.console import (
+    InputError,
+    check_file,
+    check_picture,
+    print_page,
+    table,
+    write_picture,
+)
 from mpimesh.cli.facts import node_name
 from mpimesh.comm.algorithms import OPERATIONS
 from mpimesh.errors import TransportError
@@ -375,7 +382,8 @@ def run_bench(
         svg_path: Where to draw it, if anywhere.
 
     Raises:
-        InputError: On every rank, if there is one rank only, or a file has a wrong name.
+        InputError: On every rank, if there is one rank only, or a file cannot be
+            written.
         MpimeshError: If no mesh can be made.
     """
     check_picture("--svg", svg_path)
@@ -392,7 +400,11 @@ def run_bench(
                 "bench"
             )
         rank = mesh.rank
-        places = agree(group._core, "the cores of the ranks", [_node(), _cores()])
+        problem = _unwritable(csv_path, svg_path) if rank == 0 else ""
+        found = agree(group._core, "the cores of the ranks", [_node(), _cores(), problem])
+        if found[0][2]:
+            raise InputError(found[0][2])
+        places = [(node, cores) for node, cores, _ in found]
         notes = [_headline(places), *_crowded(places)]
     if Settings.from_environment().checks:
         notes.append("MPIMESH_CHECKS is on: mpimesh compares every call over the ranks first")
@@ -421,6 +433,18 @@ def run_bench(
     for path in (csv_path, svg_path):
         if path is not None and not as_json:
             sys.stdout.write(f"written: {path}\n")
+
+
+def _unwritable(csv_path: Path | None, svg_path: Path | None) -> str:
+    """Return why a file cannot be written; without a reason, an empty text."""
+    try:
+        check_file("--csv", csv_path)
+        check_file("--svg", svg_path)
+    except InputError as error:
+        return str(error)
+    if csv_path is not None and csv_path == svg_path:
+        return f"--csv and --svg would both write {csv_path}: give two names"
+    return ""
 
 
 def _cores() -> list[int]:

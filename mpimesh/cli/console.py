@@ -113,6 +113,20 @@ def progress_bar(
 # -- pictures -------------------------------------------------------------------------------------
 
 
+def check_file(option: str, path: Path | None) -> None:
+    """Refuse a file that could not be written, before the work is done.
+
+    Raises:
+        InputError: If it is a folder, or would be in one that is not there.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(f"{option}: {path} is a folder: give the name of a file")
+    if not path.parent.is_dir():
+        raise InputError(f"{option}: {path} cannot be written: there is no folder {path.parent}")
+
+
 def check_picture(option: str, path: Path | None) -> None:
     """Refuse a picture that could not be written, before the work is done.
 

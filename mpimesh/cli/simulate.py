@@ -16,7 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from mpimesh.arguments import ranks_text, size_text
-from mpimesh.cli.console import InputError, check_picture, print_page, table, write_picture
+from mpimesh.cli.console import (
+    InputError,
+    check_file,
+    check_picture,
+    print_page,
+    table,
+    write_picture,
+)
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule import (
     ActionKind,
@@ -74,6 +81,10 @@ def run_simulate(request: Request, times: StepTimes) -> None:
         MpimeshError: If a schedule cannot be made as asked.
     """
     check_picture("--svg", request.svg)
+    check_file("--svg", request.svg)
+    check_file("--trace", request.trace)
+    if request.svg is not None and request.svg == request.trace:
+        raise InputError(f"--svg and --trace would both write {request.svg}: give two names")
     if request.schedule == ALL:
         _compare(request, times)
         return

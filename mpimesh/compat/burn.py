@@ -448,6 +448,7 @@ class DistributedContext:
     def __init__(self, group: ProcessGroup, config: DistributedConfig | None = None) -> None:
         self._group = _checked_group(group)
         self.config = DistributedConfig() if config is None else config
+        check_kind(self.config, DistributedConfig, "config", GroupError, wanted="one of burn's")
         self.client = DistributedSyncClient(group, self.config.all_reduce_op)
         self._open: list[CollectiveTensor] | None = []
 
@@ -581,6 +582,7 @@ def register(mesh: DeviceMesh, config: CollectiveConfig | None = None) -> Proces
         GroupError: On every rank, if it is registered, or the configuration is not valid.
         RankError: On every rank, if there are not as many ranks.
     """
+    check_kind(mesh, DeviceMesh, "mesh", GroupError, wanted="a live DeviceMesh")
     config = CollectiveConfig() if config is None else config
     if not config.is_valid():
         raise GroupError(f"num_devices must be at least 1, got {config.num_devices}")
@@ -589,7 +591,7 @@ def register(mesh: DeviceMesh, config: CollectiveConfig | None = None) -> Proces
 
 def finish_collective(group: ProcessGroup) -> None:
     """Give the group back, so that it may be registered again. Collective."""
-    group.close()
+    _checked_group(group).close()
 
 
 def all_reduce(
@@ -599,16 +601,15 @@ def all_reduce(
     strategy: str | None = None,
 ) -> CollectiveTensor:
     """Start a reduction over a group, which burn calls the ids of devices. Collective."""
-    return CollectiveTensor(
-        group.all_reduce(tensor, _op(op), algorithm=cast(AlgorithmName | None, strategy))
-    )
+    way = cast(AlgorithmName | None, strategy)
+    return CollectiveTensor(_checked_group(group).all_reduce(tensor, _op(op), algorithm=way))
 
 
 def reduce(
     tensor: Array, op: ReduceOperation | OpLike, root: int, group: ProcessGroup
 ) -> Array | None:
     """Return the reduction on `root`, None elsewhere. Collective, and waits."""
-    return group.reduce(tensor, _op(op), root=root).resolve()
+    return _checked_group(group).reduce(tensor, _op(op), root=root).resolve()
 
 
 def broadcast(tensor: Array | None, group: ProcessGroup) -> Array:
@@ -617,7 +618,7 @@ def broadcast(tensor: Array | None, group: ProcessGroup) -> Array:
     Raises:
         GroupError: On every rank, if none has one, or several have.
     """
-    return group.broadcast(tensor, root=None).resolve()
+    return _checked_group(group).broadcast(tensor, root=None).resolve()
 
 
 def start_global_orchestrator(port: int | None = None) -> NoReturn:

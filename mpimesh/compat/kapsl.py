@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import numpy as np
 
 from mpimesh import runtime
-from mpimesh.arguments import check_kind, rank_names, shown
+from mpimesh.arguments import as_items, check_kind, rank_names, shown
 from mpimesh.arrays import Array, OpLike
 from mpimesh.errors import DTypeError, MeshError, RankError, ShapeError, WorldSizeError
 from mpimesh.mesh import WORLD, Device, Mesh, MeshTopology
@@ -95,6 +95,8 @@ class DeviceMesh(runtime.DeviceMesh):
             WorldSizeError: On every rank, if the topology does not fit the ranks, or there is not
                 one device for each.
         """
+        if devices is not None:
+            devices = as_items(devices, "devices", wanted="a list of devices, or None")
         mesh = cls(topology)
         if devices is not None and len(devices) != mesh.world_size:
             mesh.close()

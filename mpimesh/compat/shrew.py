@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from mpimesh import parallel
-from mpimesh.arguments import as_int
+from mpimesh.arguments import as_int, as_items, check_kind
 from mpimesh.arrays import Array
+from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.errors import ModuleError
 from mpimesh.nn import SupportsLayer
 from mpimesh.optim import LossScaler, Optimizer
@@ -87,6 +88,7 @@ class DataParallel(parallel.DataParallel):
         dim: str = "dp",
         **options: Any,
     ) -> None:
+        check_kind(mesh, DeviceMesh, "mesh", ModuleError, wanted="a live DeviceMesh")
         if as_int(num_workers, "num_workers", ModuleError, least=1) != mesh.dim_size(dim):
             raise ModuleError(
                 f"num_workers is {num_workers}, but mesh {mesh.dims_text} has "
@@ -122,9 +124,11 @@ def reduce_gradients(
         MismatchError: On every rank, if gradients of one name differ in shape or dtype.
         ModuleError: On every rank, if one is no array of floats.
     """
-    mine = {name: store.get(name) for name in params}
+    op = AllReduceOp(op)
+    check_kind(store, Mapping, "store", ModuleError, wanted="a mapping of gradients by name")
+    mine = {name: store.get(name) for name in as_items(params, "params", ModuleError)}
     sums = parallel.reduce_gradients(mine, group, divisor=1)
-    if AllReduceOp(op) is AllReduceOp.Average:
+    if op is AllReduceOp.Average:
         here = {name: np.ones(()) for name, one in mine.items() if one is not None}
         for name, count in parallel.reduce_gradients(here, group, divisor=1).items():
             sums[name] /= sums[name].dtype.type(float(count))
@@ -189,7 +193,8 @@ class MixedPrecisionTrainer:
         config: The course of the loss scale.
 
     Raises:
-        ModuleError: If a parameter is of another dtype.
+        DTypeError: If `compute_dtype` is none.
+        ModuleError: If a parameter is of another dtype, or `model` is no parallel model.
 
     Attributes:
         model: The model; shrew's ``model_mut``, too.
@@ -204,7 +209,9 @@ class MixedPrecisionTrainer:
         compute_dtype: Any = np.float16,
         config: LossScaleConfig | None = None,
     ) -> None:
-        self.compute_dtype = np.dtype(compute_dtype)
+        self.compute_dtype = as_dtype(compute_dtype)
+        kinds = parallel.DataParallel, parallel.PipelineParallel
+        check_kind(model, kinds, "model", ModuleError, wanted="a parallel model")
         for name, one in model.named_parameters():
             if one.data is not None and one.data.dtype != self.compute_dtype:
                 raise ModuleError(

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from mpimesh import dtensor
-from mpimesh.arguments import shown
+from mpimesh.arguments import as_function, as_real, check_kind, shown
 from mpimesh.arrays import HostArray
 from mpimesh.compat.tensorflow_layout import (
     MATCH,
@@ -138,6 +138,8 @@ def initialize_accelerator_system(device_type: str | None = None) -> str:
     Raises:
         MeshError: On every rank, if it was called before, or not all have such a device.
     """
+    if device_type is not None:
+        check_kind(device_type, str, "device_type", MeshError, wanted="'CPU' or 'GPU'")
     world = current_world()
     if world in _CLIENTS:
         raise MeshError("the accelerator system is initialized; shutdown_accelerator_system first")
@@ -198,6 +200,10 @@ def _live(layout: Any, mesh: Any = None) -> DeviceMesh:
     return found
 
 
+def _checked(layout: object) -> Layout:
+    return check_kind(layout, Layout, "layout", LayoutError, wanted="a Layout of this module")
+
+
 def _of_live(mesh: Any) -> Any:
     return mesh if isinstance(mesh, DeviceMesh) else getattr(mesh, "live", None)
 
@@ -237,6 +243,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, mesh: Any = None) -> DTensor
         MismatchError: On every rank, if components differ in shape, dtype or layout.
     """
     live = _live(layout, mesh)
+    _checked(layout)
 
     def shape() -> tuple[Any, ...]:
         if not isinstance(tensors, list | tuple) or len(tensors) != 1:
@@ -301,7 +308,7 @@ def call_with_layout(
     fn: Callable[..., Any], layout: PlacementLike | None, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a function, and lay its result out; None leaves it as it is."""
-    found = fn(*args, **kwargs)
+    found = as_function(fn, "fn", LayoutError)(*args, **kwargs)
     return found if layout is None else copy_to_mesh(found, layout)
 
 
@@ -362,7 +369,9 @@ def device_name(mesh: Any = None) -> str:
 
 def barrier(mesh: Any, barrier_name: str | None = None, timeout_in_ms: int | None = None) -> None:
     """Wait for what has started, and then for all ranks; a timeout names those that miss."""
-    limit_s = None if timeout_in_ms is None else timeout_in_ms / 1000
+    limit_s = None
+    if timeout_in_ms is not None:
+        limit_s = as_real(timeout_in_ms, "timeout_in_ms", MeshError, least=0) / 1000
     _live(None, mesh).barrier(barrier_name, timeout_s=limit_s)
 
 
@@ -376,7 +385,8 @@ def unpacked(value: Any, layout: Layout) -> list[HostArray]:
 
     ``pack_numpy`` is :func:`copy_to_mesh`.
     """
-    whole, sizes = np.asarray(value), layout.local_shape_from_global_shape(np.shape(value))
+    whole = np.asarray(value)
+    sizes = _checked(layout).local_shape_from_global_shape(whole.shape)
     return [
         whole[tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, sizes, strict=True))]
         for place in layout.offset_to_shard()

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpimesh import mesh as meshes
-from mpimesh.arguments import shown
+from mpimesh.arguments import as_int, as_items, check_kind, shown
 from mpimesh.arrays import HostArray
 from mpimesh.errors import LayoutError, MeshError, RankError
 from mpimesh.layout import Layout as CoreLayout
@@ -94,8 +94,9 @@ class Mesh:
         if not isinstance(global_device_ids, np.ndarray):
             raise MeshError(f"global_device_ids must be an ndarray, got {shown(global_device_ids)}")
         ids = global_device_ids.reshape(-1)
-        if not ids.size:
-            raise MeshError("global_device_ids must not be empty")
+        if not ids.size or ids.dtype.kind not in "iu":
+            raise MeshError("global_device_ids must be whole numbers, and not be empty")
+        dim_names = as_items(dim_names, "dim_names")
         if not np.array_equal(ids, np.arange(ids[0], ids[0] + ids.size)):
             raise MeshError(f"global_device_ids must sequentially increase, got {ids}")
         if len(dim_names) != global_device_ids.ndim:
@@ -127,7 +128,8 @@ class Mesh:
         global_devices: Sequence[str],
         live: DeviceMesh | None = None,
     ) -> None:
-        local, size = tuple(map(int, local_ids)), value.size
+        local = tuple(as_int(one, "a local device id") for one in local_ids)
+        size = value.size
         names, everyone = (tuple(map(full_name, rows)) for rows in (local_devices, global_devices))
         if not isinstance(name, str) or "|" in name:
             raise MeshError(f"a mesh's name must be text without '|', got {shown(name)}")
@@ -368,11 +370,12 @@ def create_mesh(
     dims = parse_dims({"x": -1} if mesh_dims is None else mesh_dims)
     if devices is None and any(dim.size == -1 for dim in dims):
         raise MeshError("a mesh over all devices needs to know them: give devices=")
+    if device_type is not None:
+        check_kind(device_type, str, "device_type", MeshError, wanted="'CPU' or 'GPU'")
     kind = (device_type or "CPU").upper()
-    names = (
-        [f"{kind}:{k}" for k in range(prod(d.size for d in dims))] if devices is None else devices
-    )
-    names = [*map(full_name, names)]
+    if devices is None:
+        devices = [f"{kind}:{k}" for k in range(prod(d.size for d in dims))]
+    names = [*map(full_name, as_items(devices, "devices"))]
     if device_type is not None and names and _type_of(names) != kind:
         raise MeshError(f"device_type is {kind}, but the devices are of type {_type_of(names)}")
     shape = shape_for(dims, len(names), f"length of devices ({len(names)})")
@@ -411,9 +414,10 @@ class Layout:
 
     def __init__(self, sharding_specs: Sequence[str], mesh: Any) -> None:
         object.__setattr__(self, "mesh", Mesh.of(mesh))
-        object.__setattr__(self, "specs", tuple(sharding_specs))
+        specs = as_items(sharding_specs, "sharding_specs", LayoutError)
+        object.__setattr__(self, "specs", specs)
         for axis, spec in enumerate(self.specs):
-            if spec not in (UNSHARDED, MATCH, *self.mesh.dim_names):
+            if not isinstance(spec, str) or spec not in (UNSHARDED, MATCH, *self.mesh.dim_names):
                 raise LayoutError(
                     f"a spec must either be a valid mesh dimension or UNSHARDED, got {shown(spec)} "
                     f"for axis {axis}; the mesh is {self.mesh.value.dims_text or '()'}"
@@ -428,7 +432,8 @@ class Layout:
         Raises:
             LayoutError: If it cannot be said: summands, sizes, or two dims that split one axis.
         """
-        specs = [UNSHARDED] * rank
+        check_kind(layout, CoreLayout, "layout", LayoutError, wanted="a mpimesh.Layout")
+        specs = [UNSHARDED] * _rank(rank)
         for name, spec in zip(layout.mesh.dim_names, layout.placement, strict=True):
             if isinstance(spec, Replicate):
                 continue
@@ -440,23 +445,24 @@ class Layout:
     @classmethod
     def replicated(cls, mesh: Any, rank: int) -> Layout:
         """Return the layout of `rank` axes of which none is split."""
-        return cls([UNSHARDED] * rank, mesh)
+        return cls([UNSHARDED] * _rank(rank), mesh)
 
     @classmethod
     def batch_sharded(cls, mesh: Any, batch_dim: str, rank: int, axis: int = 0) -> Layout:
         """Return the layout of `rank` axes of which `axis` is split; LayoutError without one."""
-        if not 0 <= axis < rank:
+        if not 0 <= as_int(axis, "axis", LayoutError) < _rank(rank):
             raise LayoutError(f"there is no axis {axis} among {rank}")
         return cls([UNSHARDED] * axis + [batch_dim] + [UNSHARDED] * (rank - axis - 1), mesh)
 
     @classmethod
     def inner_sharded(cls, mesh: Any, inner_dim: str, rank: int) -> Layout:
         """Return the layout of `rank` axes of which the last one is split."""
-        return cls.batch_sharded(mesh, inner_dim, rank, max(rank - 1, 0))
+        return cls.batch_sharded(mesh, inner_dim, rank, max(_rank(rank) - 1, 0))
 
     @classmethod
     def from_single_device_mesh(cls, mesh: Mesh, rank: int = 0) -> Layout:
         """Return the layout on a mesh of one device; MeshError for another."""
+        mesh = Mesh.of(mesh)
         return cls.replicated(mesh if mesh.single_device else None, rank)
 
     @classmethod
@@ -569,12 +575,19 @@ class Layout:
     @classmethod
     def from_string(cls, text: str) -> Layout:
         """Read what :meth:`to_string` writes."""
-        found = re.fullmatch(r"sharding_specs:((?:[^,\s]+,)*) mesh:(.*)", text)
+        pattern = r"sharding_specs:((?:[^,\s]+,)*) mesh:(.*)"
+        found = re.fullmatch(pattern, text) if isinstance(text, str) else None
         if found is None:
-            raise LayoutError(f"a layout is written 'sharding_specs:x, mesh:<mesh>', got {text!r}")
+            raise LayoutError(
+                f"a layout is written 'sharding_specs:x, mesh:<mesh>', got {shown(text)}"
+            )
         return cls(found[1].split(",")[:-1], Mesh.from_string(found[2]))
 
     as_proto, from_proto = to_string, from_string
 
     def __repr__(self) -> str:
         return f"<Layout {self.to_string()}>"
+
+
+def _rank(rank: object) -> int:
+    return as_int(rank, "rank", LayoutError, least=0)

@@ -346,6 +346,7 @@ def sharded_save(
             raise StoreError(f"each name stands once, got {[*tensor_names]}")
         return "arrays with names"
 
+    check_kind(mesh, DeviceMesh, "mesh", StoreError, wanted="a live DeviceMesh")
     agree_alike(mesh.group()._core, "sharded_save", paired)
     name_based_save(mesh, file_prefix, dict(zip(tensor_names, tensors, strict=True)))
 

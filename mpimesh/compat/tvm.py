@@ -17,8 +17,9 @@ import numpy as np
 from mpimesh import layout as layouts
 from mpimesh.arguments import as_int, as_items, as_shape, check_kind, shape_of, shown
 from mpimesh.arrays import Array, OpLike
+from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.dtensor import DTensor
-from mpimesh.errors import DTypeError, GroupError, LayoutError, RankError, ShapeError
+from mpimesh.errors import GroupError, LayoutError, RankError, ShapeError
 from mpimesh.layout import Layout, PlacementLike, Replicate, Shard
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import DeviceMesh, ProcessGroup, run_virtual
@@ -180,7 +181,11 @@ class DTensorStructInfo:
         placement: PlacementLike,
         span: Any = None,
     ) -> None:
-        made, lengths = Layout(device_mesh, placement), as_shape(tensor_sinfo[0], LayoutError)
+        wanted = "a shape and a dtype"
+        facts = as_items(tensor_sinfo, "tensor_sinfo", LayoutError, wanted=wanted)
+        if len(facts) != 2:
+            raise LayoutError(f"tensor_sinfo must be {wanted}, got {shown(tensor_sinfo)}")
+        made, lengths = Layout(device_mesh, placement), as_shape(facts[0], LayoutError)
         for spec in made.placement:
             if isinstance(spec, Shard) and spec.axis >= len(lengths):
                 raise LayoutError(
@@ -188,10 +193,7 @@ class DTensorStructInfo:
                     f"{lengths} has {len(lengths)} axes"
                 )
         made.tiling(lengths)
-        try:
-            dtype = np.dtype(tensor_sinfo[1]).name
-        except TypeError as error:
-            raise DTypeError(f"{tensor_sinfo[1]!r} is no dtype: {error}") from None
+        dtype = as_dtype(facts[1]).name
         for name, value in (("shape", lengths), ("dtype", dtype), ("layout", made), ("span", span)):
             object.__setattr__(self, name, value)
 
@@ -227,6 +229,8 @@ class DTensorStructInfo:
         Raises:
             LayoutError: If a field is missing.
         """
+        wanted = "a mapping, as to_record() makes"
+        check_kind(record, Mapping, "record", LayoutError, wanted=wanted)
         try:
             mesh = Mesh([(name, size) for name, size in record["mesh"]], record["device_ids"])
             return cls((record["shape"], record["dtype"]), mesh, record["placement"])
@@ -363,7 +367,9 @@ class ThreadedSession:
     """
 
     def __init__(self, num_workers: int, num_groups: int = 1) -> None:
-        if num_workers < 1 or num_groups < 1 or num_workers % num_groups:
+        num_workers = as_int(num_workers, "num_workers", GroupError, least=1)
+        num_groups = as_int(num_groups, "num_groups", GroupError, least=1)
+        if num_workers % num_groups:
             raise GroupError(f"{num_workers} workers cannot be {num_groups} equal groups")
         self.dims = f"group={num_groups},worker={num_workers // num_groups}"
         self.num_workers = num_workers
@@ -384,7 +390,7 @@ def allreduce(x: Array, op_type: OpLike = "sum", *, group: ProcessGroup) -> Arra
     Raises:
         GroupError: If there is no such operation.
     """
-    return group.all_reduce(x, op_type).resolve()
+    return _workers(group).all_reduce(x, op_type).resolve()
 
 
 def allgather(x: Array, num_workers: int, axis: int = 0, *, group: ProcessGroup) -> Array:
@@ -399,12 +405,12 @@ def allgather(x: Array, num_workers: int, axis: int = 0, *, group: ProcessGroup)
 
 def broadcast_from_worker0(x: Array, *, group: ProcessGroup) -> Array:
     """Return the array of worker 0; the others give arrays of its shape and dtype. Collective."""
-    return group.broadcast(x, root=0).resolve()
+    return _workers(group).broadcast(x, root=0).resolve()
 
 
 def gather_to_worker0(x: Array, *, group: ProcessGroup) -> Array | None:
     """Join the arrays of all workers on worker 0 along axis 0; None elsewhere. Collective."""
-    return group.gather(x, root=0).resolve()
+    return _workers(group).gather(x, root=0).resolve()
 
 
 def send_to_worker(x: Array, worker: int, *, group: ProcessGroup) -> None:
@@ -413,7 +419,7 @@ def send_to_worker(x: Array, worker: int, *, group: ProcessGroup) -> None:
     Raises:
         RankError: If it is no other worker.
     """
-    group.send(x, worker).resolve()
+    _workers(group).send(x, worker).resolve()
 
 
 def recv_from_worker(worker: int, *, group: ProcessGroup) -> Array:
@@ -422,7 +428,7 @@ def recv_from_worker(worker: int, *, group: ProcessGroup) -> Array:
     Raises:
         RankError: If it is no other worker.
     """
-    return group.recv(worker).resolve()
+    return _workers(group).recv(worker).resolve()
 
 
 def send_to_next_group(x: Array, *, mesh: DeviceMesh) -> None:
@@ -431,7 +437,7 @@ def send_to_next_group(x: Array, *, mesh: DeviceMesh) -> None:
     Raises:
         RankError: In the last group.
     """
-    group = mesh.group("group")
+    group = _groups(mesh)
     send_to_worker(x, _neighbour(group, 1, "next"), group=group)
 
 
@@ -441,8 +447,19 @@ def recv_from_prev_group(*, mesh: DeviceMesh) -> Array:
     Raises:
         RankError: In the first group.
     """
-    group = mesh.group("group")
+    group = _groups(mesh)
     return recv_from_worker(_neighbour(group, -1, "previous"), group=group)
+
+
+def _workers(group: object) -> ProcessGroup:
+    wanted = "a group of ranks, as mesh.group('tp') gives"
+    return check_kind(group, ProcessGroup, "group", GroupError, wanted=wanted)
+
+
+def _groups(mesh: object) -> ProcessGroup:
+    return check_kind(mesh, DeviceMesh, "mesh", GroupError, wanted="a live DeviceMesh").group(
+        "group"
+    )
 
 
 def _neighbour(group: ProcessGroup, step: int, which: str) -> int:
@@ -453,8 +470,7 @@ def _neighbour(group: ProcessGroup, step: int, which: str) -> int:
 
 
 def _check_workers(num_workers: int, group: ProcessGroup) -> None:
-    wanted = "a group of ranks, as mesh.group('tp') gives"
-    group = check_kind(group, ProcessGroup, "group", GroupError, wanted=wanted)
+    group = _workers(group)
     if as_int(num_workers, "num_workers", GroupError) != group.size:
         raise GroupError(
             f"num_workers is {num_workers}, but group {group.name!r} has {group.size} ranks; give "

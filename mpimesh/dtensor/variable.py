@@ -10,6 +10,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpimesh.arrays import Array, DType
+from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.dtensor.creation import distribute
 from mpimesh.dtensor.defaults import as_live, current_mesh
 from mpimesh.dtensor.dispatch import StandIn
@@ -260,8 +261,8 @@ class DVariable(StandIn, NDArrayOperatorsMixin):
 
 def _checked(value: DTensor, layout: PlacementLike | None, dtype: Any) -> DTensor:
     """Return `value` if it is as the layout and the dtype say."""
-    if dtype is not None and np.dtype(dtype) != value.dtype:
-        raise DTypeError(f"a DVariable of dtype {np.dtype(dtype)} cannot begin with {value!r}")
+    if dtype is not None and as_dtype(dtype) != value.dtype:
+        raise DTypeError(f"a DVariable of dtype {as_dtype(dtype)} cannot begin with {value!r}")
     if layout is not None and not value.layout.agrees_with(Layout(value.mesh, layout)):
         raise LayoutError(
             f"the layout of a DVariable conflicts with that of its initial value: {value!r} is not "

@@ -20,6 +20,7 @@ from mpimesh.trace import html
 __all__ = ["BoxLayout", "Layout", "as_mesh", "layout_of_runs"]
 
 _MOST_LINES = 32
+_MOST_DRAWN = 4096  # ranks, each of which is asked for its block
 _MOST_AXES = 64
 """Most axes of an array, in NumPy."""
 
@@ -175,6 +176,8 @@ class Layout:
 
     def _html_of(self, shape: Sequence[int]) -> str:
         """Return a picture for notebooks: which ranks hold which block of an array of `shape`."""
+        if self.mesh.size > _MOST_DRAWN:
+            return html.paragraph(str(self))
         boxes = [
             (box, f"rank {ranks_text(ranks)}" if len(ranks) == 1 else f"ranks {ranks_text(ranks)}")
             for box, ranks in self.holders(shape).items()
@@ -310,12 +313,12 @@ def _box(layout: Layout, shape: tuple[int, ...], rank: int) -> Box:
 @lru_cache(maxsize=4096, typed=True)
 def _holders(layout: Layout | BoxLayout, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
     ranks = range(len(layout.boxes)) if isinstance(layout, BoxLayout) else layout.mesh.ids
-    ranks_of: dict[Box, tuple[int, ...]] = {}
+    ranks_of: dict[Box, list[int]] = {}
     for rank in ranks:
         box = layout.box(shape, rank)
         if volume(box):
-            ranks_of[box] = (*ranks_of.get(box, ()), rank)
-    return ranks_of
+            ranks_of.setdefault(box, []).append(rank)
+    return {box: tuple(there) for box, there in ranks_of.items()}
 
 
 def _check(mesh: Mesh, placement: Placement) -> None:

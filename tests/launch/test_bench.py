@@ -47,3 +47,10 @@ def test_what_cannot_be_measured_is_refused_once(launch):
     assert result.returncode == 2, str(result)
     assert result.stderr.count("--svg: bench.gif must end in .svg or .png") == 1
     assert "while other ranks had not" not in result.stderr
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_it_measures(launch, tmp_path):
+    result = launch(2, [*BENCH, "--csv", str(tmp_path / "none" / "bench.csv")])
+    assert result.returncode == 2, str(result)
+    assert result.stderr.count("there is no folder") == 1
+    assert "measuring" not in result.stderr

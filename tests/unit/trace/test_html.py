@@ -65,3 +65,9 @@ def test_schedules_and_timetables():
     schedule = make_schedule("1f1b", 2, 3)
     assert "1B2" in "".join(parsed(schedule).itertext())
     assert "1f1b" in simulate(schedule, forward_s=1, backward_s=2)._repr_html_()  # type: ignore[attr-defined]
+
+
+def test_a_mesh_of_a_million_ranks_is_shown_at_once():
+    layout = mm.Layout(mm.Mesh("a=1000,b=1000"), "S0, R")
+    assert "".join(parsed(layout).itertext()) == str(layout)
+    assert len("".join(parsed(layout.mesh).itertext())) < 100

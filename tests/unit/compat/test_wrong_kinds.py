@@ -1,0 +1,77 @@
+"""Arguments of the wrong kind are refused by a sentence, and touch nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+from mpimesh.compat import burn, kapsl, shrew, tensorflow, tvm
+from mpimesh.errors import DTypeError, GroupError, LayoutError, MeshError, ModuleError, StoreError
+
+VALUES = tensorflow.create_mesh({"x": 2})
+
+WITHOUT_RANKS = {
+    "dim_names": (MeshError, lambda: tensorflow.Mesh(None, np.arange(1), [0], ["CPU:0"])),
+    "ids": (MeshError, lambda: tensorflow.Mesh(["x"], np.array([np.nan]), [0], ["CPU:0"])),
+    "local ids": (MeshError, lambda: tensorflow.Mesh(["x"], np.arange(1), [None], ["CPU:0"])),
+    "devices": (MeshError, lambda: tensorflow.create_mesh({"x": 1}, devices=5)),
+    "device_type": (MeshError, lambda: tensorflow.create_mesh({"x": 1}, device_type=5)),
+    "specs": (LayoutError, lambda: tensorflow.Layout(None, VALUES)),
+    "a text of specs": (LayoutError, lambda: tensorflow.Layout("xx", VALUES)),
+    "layout": (LayoutError, lambda: tensorflow.Layout.of(None, 2)),
+    "rank": (LayoutError, lambda: tensorflow.Layout.replicated(VALUES, "2")),
+    "axis": (LayoutError, lambda: tensorflow.Layout.batch_sharded(VALUES, "x", 2, None)),
+    "single device": (LayoutError, lambda: tensorflow.Layout.from_single_device_mesh(None)),
+    "text": (LayoutError, lambda: tensorflow.Layout.from_string(None)),
+    "unpacked": (LayoutError, lambda: tensorflow.unpacked(np.ones(2), "x")),
+    "fn": (LayoutError, lambda: tensorflow.call_with_layout(None, None)),
+    "workers": (GroupError, lambda: tvm.ThreadedSession("4")),
+    "groups": (GroupError, lambda: tvm.ThreadedSession(4, None)),
+    "sinfo": (LayoutError, lambda: tvm.DTensorStructInfo(5, mm.Mesh("x=2"), "R")),
+    "short sinfo": (LayoutError, lambda: tvm.DTensorStructInfo(((2,),), mm.Mesh("x=2"), "R")),
+    "record": (LayoutError, lambda: tvm.DTensorStructInfo.from_record(None)),
+    "model": (ModuleError, lambda: shrew.MixedPrecisionTrainer(None, None)),
+    "compute_dtype": (DTypeError, lambda: shrew.MixedPrecisionTrainer(None, None, "f99")),
+    "shrew's mesh": (ModuleError, lambda: shrew.DataParallel(mm.nn.Linear(2, 2), 2, mesh=None)),
+    "burn's mesh": (GroupError, lambda: burn.register(None)),
+    "kapsl's devices": (MeshError, lambda: kapsl.DeviceMesh.new(5)),
+    "sharded_save": (StoreError, lambda: tensorflow.sharded_save(None, "x", [], None, [])),
+}
+
+WITH_A_MESH = {
+    "allreduce": (GroupError, lambda mesh: tvm.allreduce(np.ones(2), group=mesh)),
+    "broadcast": (GroupError, lambda mesh: tvm.broadcast_from_worker0(np.ones(2), group=None)),
+    "gather": (GroupError, lambda mesh: tvm.gather_to_worker0(np.ones(2), group="dp")),
+    "send": (GroupError, lambda mesh: tvm.send_to_worker(np.ones(2), 0, group="dp")),
+    "recv": (GroupError, lambda mesh: tvm.recv_from_worker(0, group="dp")),
+    "next group": (GroupError, lambda mesh: tvm.send_to_next_group(np.ones(2), mesh=None)),
+    "all_reduce": (GroupError, lambda mesh: burn.all_reduce(np.ones(2), "sum", mesh)),
+    "reduce": (GroupError, lambda mesh: burn.reduce(np.ones(2), "sum", 0, mesh)),
+    "burn's broadcast": (GroupError, lambda mesh: burn.broadcast(np.ones(2), mesh)),
+    "a mesh to finish": (GroupError, burn.finish_collective),
+    "config": (GroupError, lambda mesh: burn.DistributedContext(mesh.group("dp"), 5)),
+    "store": (ModuleError, lambda mesh: shrew.reduce_gradients(3, ["a"], group=mesh.group())),
+    "params": (ModuleError, lambda mesh: shrew.reduce_gradients({}, "a", group=mesh.group())),
+    "op": (ValueError, lambda mesh: shrew.reduce_gradients({}, ["a"], "x", group=mesh.group())),
+    "timeout": (MeshError, lambda mesh: tensorflow.barrier(mesh, timeout_in_ms="5")),
+    "pack": (LayoutError, lambda mesh: tensorflow.pack([np.ones(2)], "dp=S0", mesh=mesh)),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_RANKS)
+def test_it_is_refused(name):
+    error, call = WITHOUT_RANKS[name]
+    with pytest.raises(error):
+        call()
+
+
+def test_it_is_refused_and_the_mesh_goes_on():
+    def main():
+        with mm.DeviceMesh("dp=2") as mesh:
+            for error, call in WITH_A_MESH.values():
+                with pytest.raises(error):
+                    call(mesh)
+            return mesh.group("dp").all_reduce(np.ones(1)).resolve().item()
+
+    assert mm.run_virtual(2, main) == [2.0, 2.0]
