@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,19 @@ house.write(Path(__file__).parent / "_static" / "house.svg")
 
 autosummary_generate = True
 autodoc_typehints = "signature"
+# Signatures show long unions by their names; docstrings say what each argument takes.
+autodoc_type_aliases = {
+    name: name
+    for name in (
+        "AlgorithmName",
+        "Array",
+        "DTypeLike",
+        "OpLike",
+        "PlacementLike",
+        "ScheduleLike",
+        "ScheduleName",
+    )
+}
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
@@ -97,6 +111,15 @@ def plain_lines(self: GoogleDocstring) -> list[str]:
     return self._dedent(self._consume_to_end())
 
 
+def alias_names(*arguments: Any) -> tuple[str | None, str | None]:
+    """Write an alias within a union by its name, not by the repr of Sphinx's reference to it."""
+    signature, result = (
+        None if text is None else re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text)
+        for text in arguments[-2:]
+    )
+    return signature, result
+
+
 def write_settings(app: Sphinx) -> None:
     """Write the text of the settings, which is that of their module."""
     folder = Path(app.srcdir, "reference", "generated")
@@ -106,6 +129,7 @@ def write_settings(app: Sphinx) -> None:
 
 
 def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-signature", alias_names)
     app.connect("builder-inited", write_settings)
     GoogleDocstring._parse_attribute_docstring = plain_lines  # type: ignore[method-assign]
     app.connect("missing-reference", public_name, priority=900)

@@ -5,17 +5,31 @@ NumPy and CuPy, on any MPI. Importing this package starts no MPI, and loads litt
 imported when it is first used.
 """
 
+import sys
+from typing import Any
+
 import lazy_loader
 
 from mpimesh.runtime.failure import install
 
-__getattr__, _, _names = lazy_loader.attach_stub(__name__, __file__)
+_load, _, _names = lazy_loader.attach_stub(__name__, __file__)
 __version__ = "0.1.0"
 
 # `mm.mesh.Device` works, but what is used by everybody stands in `mm` itself.
 _ROOMS = {"arrays", "comm", "dtensor", "layout", "mesh", "runtime", "settings"}
 _ROOMS |= {"store", "trace"}
 __all__ = [name for name in _names if name not in _ROOMS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _names:
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; names of layers and of parallel "
+            "models may be in mm.nn or mm.parallel",
+            name=name,
+            obj=sys.modules[__name__],
+        )
+    return _load(name)
 
 
 def __dir__() -> list[str]:

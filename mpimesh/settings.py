@@ -1,11 +1,11 @@
 """Settings of the environment: the only reader of ``MPIMESH_*`` variables.
 
 ``MPIMESH_CHECKS`` (default 0)
-    0 is off: only ranks of one node compare what they start, when they take the result; 1 compares
-    every collective over its ranks before data moves, functions of split arrays with their values,
-    and batches, optimizers and parameters of replicas; it finds ranks that wait for each other, and
-    messages that nobody received; 2 compares the lines that led to each call, too, and shows
-    mpimesh's own frames in tracebacks.
+    0 is off: only ranks of one node compare the collectives that they start, when they take the
+    results. 1 compares every collective over all its ranks before data moves, functions of split
+    arrays with their values, and batches, optimizers and parameters of replicas; it finds ranks
+    that wait for each other, and messages that were not received. 2 also compares the lines that
+    led to each call, and shows mpimesh's own frames in tracebacks.
 ``MPIMESH_TIMEOUT_S`` (default 1800)
     Seconds that a rank may wait in one operation, or in making or closing a mesh, before the
     watchdog reports it and ends the job; 0 is off.
@@ -14,30 +14,30 @@
     1,000 operations there, and ``mpimesh flight`` says where they differ. Without it the
     rank that ends the job writes its last 8 to stderr.
 ``MPIMESH_NOTICE_S`` (default 30)
-    Seconds of waiting in one operation after which a rank says so once, in a line, and waits on;
-    0 is off, and so is it where ``MPIMESH_TIMEOUT_S`` is below its default. Only a few ranks of a
-    job speak.
+    Seconds in one wait after which a rank writes one line about it, and waits on. 0 is off; a
+    ``MPIMESH_TIMEOUT_S`` below its default turns the lines off, too. Only a few ranks of a job
+    write them.
 ``MPIMESH_CHUNK_ELEMENTS`` (default 0)
     Most elements in one MPI call; 0 is 2^30, or no limit from MPI 4 on.
 ``MPIMESH_EXIT_WARN_S`` (default 30)
-    Seconds after which a rank that waits at its end for the others says so.
+    Seconds after which a rank that has ended, and waits for the others, writes a line about it.
 ``MPIMESH_CUDA_AWARE`` (default auto)
-    Whether MPI is given device pointers: auto asks child processes, each (operation, memory)
-    once for each MPI, driver and GPU; yes and no take your word. A wrong yes is a crash.
+    Whether device pointers are passed to MPI. auto tries each operation in a child process, once
+    for each MPI, driver and GPU; yes and no are believed. A wrong yes is a crash.
 ``MPIMESH_SHARED_GPU`` (default warn)
-    What happens where several ranks compute on one GPU: warn says so once on rank 0 if they use
-    CuPy, refuse lets no mesh be made, allow is silent.
+    What happens where several ranks compute on one GPU: warn is a warning on rank 0 if they use
+    CuPy, refuse an error when a mesh is made, allow nothing.
 ``MPIMESH_NODE_SHARED`` (default auto)
-    Whether collectives of ranks on one node go through memory that they share: auto from the
-    sizes on where it is faster; always and never for every size, for tests and comparisons.
+    Whether collectives of the ranks of one node go through shared memory: auto does for the sizes
+    at which it is faster; always and never are for tests and comparisons.
 ``MPIMESH_NODE_RANKS`` (default 0)
-    Takes every so many ranks of MPI's world for a node of its own, to try on one machine what
-    happens on several; 0 takes the nodes that there are.
+    Treats each n consecutive ranks of MPI's world as a node, to try on one machine what happens on
+    several; 0 is the real nodes.
 ``MPIMESH_ALGORITHMS`` (default none)
-    By which algorithms ``all_reduce``, ``reduce`` and ``broadcast`` go where a call names none,
-    such as ``all_reduce=ring, broadcast=tree(4)``: centralized, tree(b), ring, mpi, slots,
-    in_place, chunks, two_levels, virtual. Groups that have not the one named, and arrays that are
-    too large for it or lie on a device, go as without.
+    The algorithms of ``all_reduce``, ``reduce`` and ``broadcast`` for calls that name none, such
+    as ``all_reduce=ring, broadcast=tree(4)``; one of centralized, tree(b), ring, mpi, slots,
+    in_place, chunks, two_levels, virtual. It is ignored for groups that do not have it, arrays
+    that are too large for it, and arrays on a device.
 """
 
 from __future__ import annotations

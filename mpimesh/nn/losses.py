@@ -174,9 +174,11 @@ class CrossEntropy(_RowLoss):
             classes = (
                 "classes)" if part is None else f"{part.size}), which are this rank's classes,"
             )
+            one_hot = tuple(target.shape) == tuple(y.shape)
             raise ShapeError(
                 f"{self!r}: y must have shape (rows, ..., {classes} and target (rows, ...), "
                 f"got {tuple(y.shape)} and {tuple(target.shape)}"
+                + ("; target holds class numbers, as of target.argmax(axis=-1)" * one_hot)
             )
         num_classes = size if part is None else part.extent
         if getattr(target.dtype, "kind", "") not in ("i", "u"):

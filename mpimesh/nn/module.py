@@ -384,7 +384,8 @@ class Module(ABC):
         if found != shape:
             raise ShapeError(
                 f"{self!r}: dy, the gradient of the output, must have its shape {shape}, "
-                f"got {shown(dy) if found is None else found}"
+                f"got {shown(dy) if found is None else found}; the backward of the layer behind "
+                "it returns the gradient of its x, of the shape of x"
             )
         if dy.dtype != dtype:
             raise DTypeError(

@@ -11,7 +11,7 @@ from mpimesh.arguments import as_int, as_time
 from mpimesh.arrays import Array, DTypeLike, HostArray, OpLike
 from mpimesh.comm import Communicator
 from mpimesh.comm.algorithms import Algorithms, Row
-from mpimesh.errors import GroupError, RankError
+from mpimesh.errors import GroupError, RankError, tell_elsewhere
 from mpimesh.runtime import messages, plan, rooted
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.context import MeshContext
@@ -692,3 +692,9 @@ class ProcessGroup:
         """Return the place in this group of a rank of the mesh; None if it is not in. Local."""
         rank = as_int(world_rank, "world_rank", RankError)
         return list(self.ranks).index(rank) if rank in self.ranks else None
+
+
+_MPI4PY = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
+_MPI4PY |= {"bcast": "broadcast", "Recv": "recv", "Reduce": "reduce", "Send": "send"}
+_MPI4PY |= {name.capitalize(): ours for name, ours in _MPI4PY.items()}
+tell_elsewhere(ProcessGroup, {mpi: f"use {ours}()" for mpi, ours in _MPI4PY.items()})

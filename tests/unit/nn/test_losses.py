@@ -237,3 +237,8 @@ def test_texts():
         "CrossEntropy(ignore_index=-100)",
         "MeanSquaredError()",
     ]
+
+
+def test_targets_of_one_hot_rows_are_refused_with_the_cure():
+    with pytest.raises(ShapeError, match=r"class numbers, as of target\.argmax\(axis=-1\)"):
+        nn.cross_entropy(np.zeros((4, 3)), np.eye(4, 3))

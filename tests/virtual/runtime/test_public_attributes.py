@@ -68,3 +68,21 @@ def shown():
 @pytest.mark.parametrize("kind", NAMES)
 def test_public_attributes_are_listed(kind, shown):
     assert sorted(shown[kind]) == NAMES[kind].split()
+
+
+@pytest.mark.parametrize(
+    ("mpi4py_name", "ours"),
+    [("Allreduce", "all_reduce"), ("allgather", "all_gather"), ("Bcast", "broadcast")],
+)
+def test_mpi4py_s_names_are_refused_with_ours(mpi4py_name, ours):
+    with mm.DeviceMesh("x=1") as mesh:
+        group = mesh.group("x")
+        assert not hasattr(group, mpi4py_name)
+        with pytest.raises(AttributeError, match=rf"'{mpi4py_name}'; use {ours}\(\)"):
+            getattr(group, mpi4py_name)
+
+
+def test_an_unknown_name_is_refused_with_where_to_look():
+    with pytest.raises(AttributeError, match=r"no attribute 'Linear'.* mm\.nn") as caught:
+        _ = mm.Linear  # type: ignore[attr-defined]
+    assert (caught.value.name, caught.value.obj) == ("Linear", mm)
