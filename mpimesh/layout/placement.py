@@ -6,9 +6,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol, SupportsIndex, TypeAlias, overload
+from typing import Protocol, SupportsIndex, TypeAlias, get_args, overload
 
-from mpimesh.arguments import OpLike, ReduceOp, as_int, as_items, as_reduce_op, shown
+from mpimesh.arguments import OpLike, OpName, ReduceOp, as_int, as_items, as_reduce_op, shown
 from mpimesh.errors import LayoutError, ReduceOpError, UnknownNameError
 from mpimesh.layout.boxes import even_sizes
 
@@ -166,7 +166,7 @@ _SPEC = re.compile(
     rf"(?P<replicate>R)"
     rf"|S(?:\[(?P<bracket>{_NUMBER})\]|(?P<axis>{_NUMBER}))"
     rf"(?:\((?P<sizes>{_NUMBER}(?:,{_NUMBER})*)\))?"
-    rf"|(?P<partial>P)(?:\((?P<op>{'|'.join(PARTIAL_OPS)})\))?"
+    rf"|(?P<partial>P)(?:\((?P<op>{'|'.join(get_args(OpName))})\))?"
 )
 _BETWEEN = re.compile(r" *, *| +|")
 _NAMED = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*) *= *(?P<spec>.*)")

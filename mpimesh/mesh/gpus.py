@@ -177,7 +177,6 @@ _MULTIPROCESSORS = (
 
 _MIG_LINE = re.compile(r"\s+MIG (?P<profile>\S+)\s+Device\s+\d+:\s+\(UUID: (?P<uuid>MIG-[^)\s]+)\)")
 _GPU_LINE = re.compile(r"GPU \d+: .*\(UUID: (?P<uuid>GPU-[^)\s]+)\)")
-_PCI = re.compile(r"(?:0{4})?([0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])")
 _PROFILE_MEMORY = re.compile(r"\.(?P<gb>\d+)gb")
 
 

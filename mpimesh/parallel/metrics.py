@@ -65,11 +65,14 @@ class TrainingMetrics:
         Raises:
             MeshError: If one of them is no number.
         """
-        self._steps += 1
-        for name, value in numbers.items():
-            value = as_real(value, name, MeshError, finite=False, nan=True)
-            self._sums.setdefault(name, []).append(value)
+        values = {
+            name: as_real(value, name, MeshError, finite=False, nan=True)
+            for name, value in numbers.items()
+        }
         self._samples += 0.0 if samples is None else as_real(samples, "samples", MeshError, least=0)
+        self._steps += 1
+        for name, value in values.items():
+            self._sums.setdefault(name, []).append(value)
         if self._steps % self._every:
             return
         now_s = time.perf_counter()

@@ -114,6 +114,7 @@ def test_a_text_with_names_comes_back(row):
         ("  ", []),
         ("S[10]", [Shard(10)]),
         ("P P(sum) P(max)", [Partial(), Partial(), Partial("max")]),
+        ("P(avg), P(average), P(mean)", [Partial("mean")] * 3),
         ("S[0](3,0,1), R", [Shard(0, sizes=(3, 0, 1)), Replicate()]),
     ],
 )

@@ -39,6 +39,23 @@ def test_means_of_steps_reach_rank_0(caplog):
     assert "step 6: loss 2" in records[0].getMessage()
 
 
+def test_a_step_that_is_refused_counts_for_nothing():
+    def main():
+        seen: list[tuple[int, float]] = []
+        with mm.DeviceMesh("dp=1") as mesh:
+            metrics = mm.parallel.TrainingMetrics(
+                mesh, lambda step, numbers: seen.append((step, numbers["loss"])), every=2
+            )
+            for wrong in ({"grad_norm": "x"}, {"samples": -1}):
+                with raises(MeshError, *wrong):
+                    metrics.step(loss=100.0, **wrong)  # type: ignore[arg-type]
+            metrics.step(loss=1.0)
+            metrics.step(loss=3.0)
+        return seen
+
+    assert mm.run_virtual(1, main) == [[(2, 2.0)]]
+
+
 @pytest.mark.parametrize("wrong", [{"every": 0}, {"first": -1}, {"callback": 3}])
 def test_wrong_arguments(wrong):
     def main():
