@@ -216,14 +216,14 @@ class MeshRouter:
 
     def get_tp_group_workers(self, group: int) -> list[int]:
         """Return the ranks of a tensor-parallel group."""
-        return [*map(int, self.mesh.groups("tp")[group])]
+        return list(self.mesh.groups("tp")[group].tolist())
 
     def _first_ranks(self) -> Sequence[int]:
         dims = {RoutingStrategy.TensorParallel: "tp", RoutingStrategy.PipelineParallel: "pp"}
         dim = dims.get(self.strategy)
         if dim is None:
-            return [*map(int, self.mesh.ids)]
-        return [int(group[0]) for group in self.mesh.groups(dim)]
+            return list(self.mesh.ids.tolist())
+        return list(self.mesh.groups(dim)[:, 0].tolist())
 
 
 def _only(

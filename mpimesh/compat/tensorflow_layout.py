@@ -171,7 +171,7 @@ class Mesh:
         else:
             kind = "GPU" if all(one.backend.is_gpu for one in mesh.all_devices()) else "CPU"
             job = "localhost" if mesh.world_size == 1 else "worker"
-            names = [full_name(f"{kind}:0", job, rank) for rank in map(int, mesh.value.ids)]
+            names = [full_name(f"{kind}:0", job, rank) for rank in mesh.value.ids.tolist()]
             mine = [mesh.offset_of(mesh.rank)] if mesh.contains_rank(mesh.rank) else []
             value = meshes.Mesh(mesh.value.dims)
             made._set(value, mesh.name, mine, [names[k] for k in mine], names, mesh)
@@ -185,7 +185,7 @@ class Mesh:
 
     @staticmethod
     def _first(value: meshes.Mesh) -> int:
-        return int(np.asarray(value.ids).min())
+        return int(value.ids.min())
 
     # -- dims and places -----------------------------------------------------------
 

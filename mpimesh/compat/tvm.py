@@ -218,7 +218,7 @@ class DTensorStructInfo:
             "shape": list(self.shape),
             "dtype": self.dtype,
             "mesh": [[name, size] for name, size in self.mesh.dims],
-            "device_ids": np.asarray(self.mesh.ids).reshape(-1).tolist(),
+            "device_ids": self.mesh.ids.tolist(),
             "placement": str(self.placement),
         }
 
@@ -246,7 +246,7 @@ class DTensorStructInfo:
         return hash((self.shape, self.dtype, self.layout))
 
     def __str__(self) -> str:
-        ids = np.asarray(self.mesh.ids).reshape(-1).tolist()
+        ids = self.mesh.ids.tolist()
         plain = ids == list(range(ids[0], ids[0] + len(ids)))
         ranks = f"R.Range({ids[0]}, {ids[-1] + 1})" if plain else str(ids)
         shape = tuple(dim.size for dim in self.mesh.dims)

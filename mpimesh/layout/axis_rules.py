@@ -471,7 +471,7 @@ def _same_elements(
     before: Tiling, after: Tiling, groups: Sequence[AxisGroup], only: Sequence[int] = ()
 ) -> bool:
     """Tell whether every rank has the same elements of each group before and after."""
-    for rank in before.mesh.ids.array().reshape(-1).tolist():
+    for rank in before.mesh.ids.tolist():
         old, new = before.box(rank), after.box(rank)
         if not only and any(a == b for a, b in old) and any(a == b for a, b in new):
             continue

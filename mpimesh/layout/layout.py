@@ -9,6 +9,8 @@ from itertools import combinations
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from mpimesh.arguments import as_int, as_shape, ranks_text, shown
 from mpimesh.errors import LayoutError, RankError
 from mpimesh.layout.boxes import Box, extent, fits, volume, whole
@@ -17,7 +19,7 @@ from mpimesh.layout.tiling import Tiling
 from mpimesh.mesh import Mesh, MeshLike
 from mpimesh.trace import html
 
-__all__ = ["BoxLayout", "Layout", "as_mesh", "layout_of_runs"]
+__all__ = ["BoxLayout", "Layout", "as_mesh", "layout_of_runs", "same_ranks"]
 
 _MOST_LINES = 32
 _MOST_DRAWN = 4096  # ranks, each of which is asked for its block
@@ -59,7 +61,7 @@ class Layout:
     def __init__(self, mesh: MeshLike, placements: PlacementLike) -> None:
         value = as_mesh(mesh)
         theirs = getattr(placements, "mesh", None)
-        if theirs is not None and not _same_ranks(value, as_mesh(theirs)):
+        if theirs is not None and not same_ranks(value, as_mesh(theirs)):
             raise LayoutError(
                 f"an array is to lie on {value!r}, but its layout is one on {as_mesh(theirs)!r}; "
                 "say which mesh, or take layout.placement, which is of none"
@@ -137,7 +139,7 @@ class Layout:
         """Tell whether blocks are the same in both; names of meshes and devices do not count."""
         if not isinstance(other, Layout):
             raise LayoutError(f"other must be a Layout, got {shown(other)}")
-        return self.placement == other.placement and _same_ranks(self.mesh, other.mesh)
+        return self.placement == other.placement and same_ranks(self.mesh, other.mesh)
 
     @property
     def partial_op(self) -> str:
@@ -301,8 +303,9 @@ def as_mesh(mesh: object) -> Mesh:
     raise LayoutError(f"mesh must be a Mesh or a DeviceMesh, got {shown(mesh)}")
 
 
-def _same_ranks(one: Mesh, other: Mesh) -> bool:
-    return one.dims == other.dims and one.ids == other.ids
+def same_ranks(one: Mesh, other: Mesh) -> bool:
+    """Tell whether two meshes have the same ranks at the same places, whatever their names."""
+    return one is other or (one.dims == other.dims and np.array_equal(one.ids, other.ids))
 
 
 @lru_cache(maxsize=4096, typed=True)
@@ -312,7 +315,7 @@ def _box(layout: Layout, shape: tuple[int, ...], rank: int) -> Box:
 
 @lru_cache(maxsize=4096, typed=True)
 def _holders(layout: Layout | BoxLayout, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
-    ranks = range(len(layout.boxes)) if isinstance(layout, BoxLayout) else layout.mesh.ids
+    ranks = range(len(layout.boxes)) if isinstance(layout, BoxLayout) else layout.mesh.ids.tolist()
     ranks_of: dict[Box, list[int]] = {}
     for rank in ranks:
         box = layout.box(shape, rank)

@@ -13,7 +13,7 @@ import numpy as np
 from mpimesh.arguments import as_int, as_shape, size_text
 from mpimesh.errors import LayoutError
 from mpimesh.layout.boxes import Box, Regions, extent, local_box, local_regions, volume
-from mpimesh.layout.layout import Layout
+from mpimesh.layout.layout import Layout, same_ranks
 from mpimesh.layout.placement import Partial, Replicate, Shard
 from mpimesh.layout.strategies import (
     DEFAULT_LINK_COSTS,
@@ -282,7 +282,7 @@ def plan_redistribution(
         raise LayoutError("itemsize must be the bytes of an element, at least 1, got 0")
     if not isinstance(links, LinkCosts):
         raise LayoutError(f"links must be LinkCosts, got {links!r}")
-    largest = max(source.mesh.ids.largest, target.mesh.ids.largest)
+    largest = int(max(source.mesh.ids.max(), target.mesh.ids.max()))
     near = _node_numbers(nodes)
     if near and len(near) <= largest:
         raise LayoutError(f"nodes must have every rank, 0 to {largest}, but has {len(near)}")
@@ -312,7 +312,7 @@ def _plan(
     links: LinkCosts,
     collectives: bool,
 ) -> RedistributionPlan:
-    same_mesh = source.mesh.dims == target.mesh.dims and source.mesh.ids == target.mesh.ids
+    same_mesh = same_ranks(source.mesh, target.mesh)
     pairs = list(zip(source.placement, target.placement, strict=True)) if same_mesh else []
     kept_partial = tuple(
         dim

@@ -477,7 +477,7 @@ def node_dims(mesh: Mesh, nodes: tuple[int, ...]) -> NodeDims:
     Cost:
         O(ranks) for each divisor of a dim's size, once.
     """
-    grid = np.array(nodes, np.int64)[mesh.ids.array().reshape(mesh.shape)]
+    grid = np.array(nodes, np.int64)[mesh.ids.reshape(mesh.shape)]
     dims: list[tuple[str, int]] = []
     parts: list[tuple[int, ...]] = []
     near: set[int] = set()
@@ -494,7 +494,7 @@ def node_dims(mesh: Mesh, nodes: tuple[int, ...]) -> NodeDims:
         near.add(len(dims) + (not first_is_near))
         parts.append((len(dims), len(dims) + 1))
         dims += split[::-1] if first_is_near else split
-    return NodeDims(Mesh(dims, mesh.ids.array()), tuple(parts), frozenset(near))
+    return NodeDims(Mesh(dims, mesh.ids), tuple(parts), frozenset(near))
 
 
 def _factors(grid: Integers) -> tuple[int, int, bool]:

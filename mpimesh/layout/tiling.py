@@ -123,10 +123,10 @@ def places_of(mesh: Mesh) -> Places:
     Cost:
         O(ranks) once for each mesh.
     """
-    ranks: Integers = mesh.ids.array().reshape(-1)
+    ranks: Integers = mesh.ids
     shape = mesh.shape
     coords = np.stack(np.unravel_index(np.arange(mesh.size), shape or [1]), axis=1)
-    offsets = np.full(mesh.ids.largest + 1, -1, np.int64)
+    offsets = np.full(int(ranks.max()) + 1, -1, np.int64)
     offsets[ranks] = np.arange(mesh.size)
     return Places(ranks, coords[:, : len(shape)].astype(np.int64), offsets)
 

@@ -11,8 +11,6 @@ from mpimesh.mesh.dims import (
     shapes_that_fit,
     world_size_error,
 )
-from mpimesh.mesh.groups import WORLD, GroupSpec
-from mpimesh.mesh.ids import DeviceIds, ListedIds, RankGroups, StridedIds
 from mpimesh.mesh.mesh import Mesh, MeshLike
 from mpimesh.mesh.probe import DeviceInfo, GpuPreference, cpu_device
 from mpimesh.mesh.stats import (
@@ -22,7 +20,9 @@ from mpimesh.mesh.stats import (
     sharing_text,
 )
 from mpimesh.mesh.topology import (
+    WORLD,
     DataParallelTopology,
+    GroupSpec,
     MeshTopology,
     MixedTopology,
     PipelineParallelTopology,
@@ -35,13 +35,11 @@ __all__ = [
     "DataParallelTopology",
     "Device",
     "DeviceBackend",
-    "DeviceIds",
     "DeviceInfo",
     "DeviceTable",
     "DimsLike",
     "GpuPreference",
     "GroupSpec",
-    "ListedIds",
     "Mesh",
     "MeshDimension",
     "MeshLike",
@@ -49,9 +47,7 @@ __all__ = [
     "MixedTopology",
     "NamesLike",
     "PipelineParallelTopology",
-    "RankGroups",
     "SharedGpu",
-    "StridedIds",
     "TensorParallelTopology",
     "cpu_device",
     "pick_device",

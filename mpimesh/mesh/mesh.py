@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from zlib import crc32
@@ -13,6 +13,7 @@ import numpy as np
 from mpimesh.arguments import as_flag, as_int, as_items
 from mpimesh.errors import MeshError, RankError, WorldSizeError
 from mpimesh.mesh.dims import (
+    MAX_RANKS,
     DimsLike,
     MeshDimension,
     NamesLike,
@@ -26,21 +27,12 @@ from mpimesh.mesh.dims import (
     parse_names,
     world_size_error,
 )
-from mpimesh.mesh.ids import (
-    DeviceIds,
-    ListedIds,
-    RankGroups,
-    StridedIds,
-    coords_of_rank,
-    make_ids,
-    ravel,
-    split_ids,
-    unravel,
-)
 from mpimesh.trace import html
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+Ranks: TypeAlias = "npt.NDArray[np.int64]"
 
 __all__ = ["Mesh", "MeshLike"]
 
@@ -48,20 +40,17 @@ _SHOWN_IDS = 32
 """Most ids that repr writes out one by one."""
 
 
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False, eq=False)
 class Mesh:
     """Named dims over ranks, row-major: the last dim is the fastest.
 
     A value: equal if all its fields are, hashable, picklable, and never in touch
     with other ranks. Its repr is the constructor call, but for more than 32 ids
-    without strides.
+    that are not equally spaced.
 
     Two words for a place: an *offset*, ``0 <= offset < size``, counts the places in
     row-major order; a *rank* is what stands there. Methods take ranks, and raise
     `RankError` for one that is not in the mesh.
-
-    Ranks that follow strides (every mesh made without `ids`, and every slice of
-    one) are kept as arithmetic: a mesh of a million ranks costs what one of four does.
 
     Args:
         dims: ``"dp=2,pp=2"``, a mapping, or (name, size) pairs, slowest first. One
@@ -82,12 +71,17 @@ class Mesh:
     Attributes:
         name: Name of the mesh.
         dims: Its (name, size) pairs.
-        ids: Its ranks, a lazy sequence in row-major order.
+        ids: Its ranks in row-major order, a read-only array of int64: 8 MB for a million.
     """
 
     name: str
     dims: tuple[MeshDimension, ...]
-    ids: DeviceIds
+    ids: Ranks
+    _range: range | None = field(repr=False)
+    """The ranks where they are equally spaced upwards."""
+    _order: npt.NDArray[np.intp] | None = field(repr=False)
+    """The offsets of the ranks from the smallest up; None beside a range."""
+    _hash: int = field(repr=False)
 
     def __init__(
         self,
@@ -103,18 +97,66 @@ class Mesh:
             as_int(ranks_per_node, "ranks_per_node", least=1)
         if ids is None:
             pairs = fit_dims(pairs, world_size, ranks_per_node=ranks_per_node)
-            grid: DeviceIds = StridedIds.row_major([size for _, size in pairs])
+            ranks: range | Ranks = range(prod(size for _, size in pairs))
         else:
-            given: Any = ids
-            if not isinstance(given, Sequence | np.ndarray):
-                ids = as_items(given, "ids")
+            ranks = _checked_ids(ids)
             if any(size == -1 for _, size in pairs):
-                pairs = fit_dims(pairs, np.size(ids) if isinstance(ids, np.ndarray) else len(ids))
-            grid = make_ids([size for _, size in pairs], ids)
-        for field, value in (("name", _checked_name(name)), ("dims", pairs), ("ids", grid)):
-            object.__setattr__(self, field, value)
+                pairs = fit_dims(pairs, len(ranks))
+            if len(ranks) != prod(size for _, size in pairs):
+                raise MeshError(
+                    f"The number of device ids must match the product of the shape, {len(ranks)} "
+                    f"vs. {prod(size for _, size in pairs)}"
+                )
+        self._set(_checked_name(name), pairs, ranks)
         if ids is not None and world_size is not None:
             self.check_world(world_size, partial=True, ranks_per_node=ranks_per_node)
+
+    def _set(self, name: str, dims: tuple[MeshDimension, ...], ranks: range | Ranks) -> None:
+        """Set the fields, with what finds a rank's offset."""
+        spaced = ranks if isinstance(ranks, range) else _as_range(ranks)
+        order = None
+        if isinstance(ranks, range):
+            ids = np.arange(ranks.start, ranks.stop, ranks.step, dtype=np.int64)
+        else:
+            ids = np.ascontiguousarray(ranks).reshape(-1)
+        if spaced is None:
+            order = np.argsort(ids, kind="stable")
+            ranked = ids[order]
+            twice = np.flatnonzero(ranked[1:] == ranked[:-1])
+            if twice.size:
+                raise MeshError(f"device id {ranked[twice[0]]} is given twice")
+            order.flags.writeable = False
+        ids.flags.writeable = False
+        # Meshes are keys of many caches.
+        places = spaced if spaced is not None else crc32(ids.data)
+        fields = {
+            "name": name,
+            "dims": dims,
+            "ids": ids,
+            "_range": spaced,
+            "_order": order,
+            "_hash": hash((name, dims, places)),
+        }
+        for key, value in fields.items():
+            object.__setattr__(self, key, value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        return self is other or (
+            (self._hash, self.name, self.dims) == (other._hash, other.name, other.dims)
+            and np.array_equal(self.ids, other.ids)
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _from_fields, (
+            self.dims,
+            self.ids if self._range is None else self._range,
+            self.name,
+        )
 
     # -- other ways to make one ------------------------------------------------
 
@@ -167,13 +209,13 @@ class Mesh:
                 f"submesh {','.join(parse_names(dims))} of mesh {self.dims_text} needs coordinates "
                 f"for exactly {sorted(left_out)}, got {sorted(fixed)}"
             )
-        return self._derived([self.dims[k] for k in kept], [(k,) for k in kept], self._fixed(fixed))
+        return self._view([self.dims[k] for k in kept], kept, self._fixed(fixed))
 
     def submesh_of(self, rank: int, dims: NamesLike) -> Mesh:
         """Return the mesh over `dims` that `rank` is in."""
         kept = dim_numbers(self.dims, dims)
         coords = [0 if k in kept else index for k, index in enumerate(self.coords_of(rank))]
-        return self._derived([self.dims[k] for k in kept], [(k,) for k in kept], coords)
+        return self._view([self.dims[k] for k in kept], kept, coords)
 
     def flatten(self, dims: NamesLike, name: str) -> Mesh:
         """Return the same ranks with `dims` made into one dim called `name`.
@@ -184,17 +226,17 @@ class Mesh:
         joined = dim_numbers(self.dims, dims)
         if not joined:
             raise MeshError("flatten makes one dim of several: dims names none")
-        runs: list[tuple[int, ...]] = []
+        order: list[int] = []
         pairs: list[MeshDimension] = []
         for k, dim in enumerate(self.dims):
             if k == min(joined):
                 size = prod(self.dims[j].size for j in joined)
                 pairs.append(MeshDimension(check_dim_name(name), size))
-                runs.append(joined)
+                order.extend(joined)
             elif k not in joined:
                 pairs.append(dim)
-                runs.append((k,))
-        return self._derived(pairs, runs, [0] * self.ndim)
+                order.append(k)
+        return self._view(pairs, order, [0] * self.ndim)
 
     def unflatten(self, dim: str, dims: DimsLike) -> Mesh:
         """Return the same ranks with `dim` made into several, slowest first.
@@ -208,20 +250,19 @@ class Mesh:
         """
         number = self._number(dim)
         parts = fit_dims(parse_dims(dims), self.dims[number].size)
-        ids = split_ids(self.ids, number, [size for _, size in parts])
-        return self._like([*self.dims[:number], *parts, *self.dims[number + 1 :]], ids)
+        return Mesh([*self.dims[:number], *parts, *self.dims[number + 1 :]], self.ids)
 
-    def _derived(
-        self,
-        dims: Sequence[MeshDimension],
-        runs: Sequence[Sequence[int]],
-        coords: Sequence[int],
+    def _view(
+        self, dims: Sequence[tuple[str, int]], order: Sequence[int], coords: Sequence[int]
     ) -> Mesh:
-        return self._like(dims, self.ids.view(runs, coords))
+        """Return a mesh of `dims` over the ranks along the dims numbered `order`."""
+        return Mesh(dims, self._ranks_along(order, coords))
 
-    def _like(self, dims: Sequence[MeshDimension], ids: DeviceIds) -> Mesh:
-        """Return a mesh over some of this mesh's ranks."""
-        return Mesh(dims, ids)
+    def _ranks_along(self, order: Sequence[int], coords: Sequence[int]) -> Ranks:
+        """Return ranks along some dims, the last of `order` fastest, at `coords` of the others."""
+        fixed = [k for k in range(self.ndim) if k not in order]
+        grid = self.ids.reshape(self.shape).transpose([*fixed, *order])
+        return np.asarray(grid[tuple(coords[k] for k in fixed)]).reshape(-1)
 
     # -- names and sizes -------------------------------------------------------
 
@@ -277,11 +318,11 @@ class Mesh:
 
     def contains_rank(self, rank: int) -> bool:
         """Tell whether `rank` is in the mesh."""
-        return rank in self.ids
+        return isinstance(rank, int | np.integer) and self._offset(int(rank)) is not None
 
     def coords_of(self, rank: int) -> tuple[int, ...]:
         """Return the coordinates of `rank`."""
-        return coords_of_rank(self.ids, as_int(rank, "a rank"))
+        return _unravel(self.offset_of(rank), self.shape)
 
     def coord_of(self, rank: int, dim: str) -> int:
         """Return the coordinate of `rank` along `dim`."""
@@ -289,13 +330,16 @@ class Mesh:
 
     def offset_of(self, rank: int) -> int:
         """Return the offset of `rank`."""
-        return ravel(self.coords_of(rank), self.shape)
+        offset = self._offset(as_int(rank, "a rank"))
+        if offset is None:
+            raise RankError(f"rank {rank} is not in the mesh, which has {self._known_ranks()}")
+        return offset
 
     def rank_of(self, offset: int) -> int:
         """Return the rank at `offset`, which must be in range."""
         if not 0 <= as_int(offset, "an offset") < self.size:
             raise RankError(f"offset {offset} is outside of mesh {self.dims_text}")
-        return self.ids.at(unravel(offset, self.shape))
+        return int(self.ids[offset])
 
     def rank_at(self, /, *coords: int, **by_dim: int) -> int:
         """Return the rank at coordinates: all in order, or all by their dims' names.
@@ -309,7 +353,8 @@ class Mesh:
                 f"rank_at takes one coordinate for each dim of mesh {self.dims_text}, in order or "
                 f"by name, got {(*coords, *by_dim.items())}"
             )
-        return self.ids.at(self._fixed(by_dim or dict(zip(self.dim_names, coords, strict=True))))
+        places = self._fixed(by_dim or dict(zip(self.dim_names, coords, strict=True)))
+        return int(self.ids[_ravel(places, self.shape)])
 
     def neighbour(self, rank: int, dim: str, offset: int = 1, *, wrap: bool = False) -> int | None:
         """Return the rank `offset` steps from `rank` along `dim`.
@@ -329,40 +374,50 @@ class Mesh:
         if not as_flag(wrap, "wrap") and not 0 <= place < size:
             return None
         coords[number] = place % size
-        return self.ids.at(coords)
+        return int(self.ids[_ravel(coords, self.shape)])
 
     # -- groups of ranks -------------------------------------------------------
 
-    def groups(self, dims: NamesLike) -> RankGroups:
-        """Return all groups of ranks that differ only along `dims`, as a lazy sequence.
+    def groups(self, dims: NamesLike) -> Ranks:
+        """Return all groups of ranks that differ only along `dims`, one a row.
 
         Reducing over dim ``x`` means: over each of ``groups("x")``.
 
         Args:
             dims: One or more dims, ``"dp"``, ``"dp,tp"`` or a sequence of names. Their
                 order is the order of the ranks in a group: last one fastest.
+
+        Returns:
+            A read-only array of int64. Its rows are numbered row-major over the other dims, in
+            the mesh's order; each rank is in one of them.
         """
-        return RankGroups(self.ids, dim_numbers(self.dims, dims))
+        along, others = self._along(dims)
+        rows = self._ranks_along([*others, *along], ()).reshape(self.num_groups(dims), -1)
+        rows.flags.writeable = False
+        return rows
 
     def num_groups(self, dims: NamesLike) -> int:
         """Return the number of groups along `dims`."""
-        return len(self.groups(dims))
+        return prod(self.dims[k].size for k in self._along(dims)[1])
 
     def group_index(self, rank: int, dims: NamesLike) -> int:
         """Return which of ``groups(dims)`` holds `rank`."""
-        return self.groups(dims).index_of(as_int(rank, "a rank"))
+        return self._offset_along(self._along(dims)[1], rank)
 
     def group_ranks(self, rank: int, dims: NamesLike) -> Sequence[int]:
         """Return the ranks of the group along `dims` that `rank` is in, in group order.
 
         Returns:
-            A range where the ranks are equally spaced, else a lazy sequence.
+            A range where the ranks are equally spaced upwards, else a tuple.
         """
-        return self.groups(dims).of(as_int(rank, "a rank"))
+        along, _ = self._along(dims)
+        ranks = self._ranks_along(along, self.coords_of(rank))
+        spaced = _as_range(ranks)
+        return tuple(ranks.tolist()) if spaced is None else spaced
 
     def place_in_group(self, rank: int, dims: NamesLike) -> int:
         """Return the place of `rank` in its group along `dims`."""
-        return self.groups(dims).place_of(as_int(rank, "a rank"))
+        return self._offset_along(self._along(dims)[0], rank)
 
     # -- the world -------------------------------------------------------------
 
@@ -386,9 +441,10 @@ class Mesh:
             as_int(ranks_per_node, "ranks_per_node", least=1)
         if self.size > world_size or (self.size < world_size and not partial):
             raise world_size_error(self.dims, world_size, ranks_per_node=ranks_per_node)
-        if self.ids.largest >= world_size:
+        largest = int(self.ids.max())
+        if largest >= world_size:
             raise WorldSizeError(
-                f"mesh {self.dims_text or '()'} has rank {self.ids.largest}, but the world has "
+                f"mesh {self.dims_text or '()'} has rank {largest}, but the world has "
                 f"{world_size} ranks, 0..{world_size - 1}"
             )
 
@@ -396,7 +452,7 @@ class Mesh:
 
     def __repr__(self) -> str:
         parts = [repr(self.dims_text) if self.dims else "()"]
-        if self.ids.as_range() != range(self.size):
+        if self._range != range(self.size):
             parts.append(f"ids={self._ids_text()}")
         if self.name:
             parts.append(f"name={self.name!r}")
@@ -404,23 +460,45 @@ class Mesh:
 
     def _repr_html_(self) -> str:
         """Show the ranks in a grid, in notebooks."""
-        return html.paragraph(repr(self)) + html.rank_grid(self.dims, list(self.ids))
+        return html.paragraph(repr(self)) + html.rank_grid(self.dims, self.ids.tolist())
 
     def _ids_text(self) -> str:
-        plain = self.ids.as_range()
-        if plain is not None:
-            return repr(plain)
+        if self._range is not None:
+            return repr(self._range)
         if self.size <= _SHOWN_IDS:
-            return repr(list(self.ids))
-        if isinstance(self.ids, ListedIds):
-            # The sum tells two long meshes apart where their reprs are compared over ranks.
-            return f"<{self.size} listed ids, crc32 {crc32(self.ids.array().tobytes()):08x}>"
-        return repr(self.ids)
+            return repr(self.ids.tolist())
+        # The sum tells two long meshes apart where their reprs are compared over ranks.
+        return f"<{self.size} ids, crc32 {crc32(self.ids.data):08x}>"
 
     # -- inside ----------------------------------------------------------------
 
     def _number(self, dim: str) -> int:
         return dim_numbers(self.dims, (dim,))[0]
+
+    def _along(self, dims: NamesLike) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the numbers of `dims`, and those of all others."""
+        along = dim_numbers(self.dims, dims)
+        return along, tuple(k for k in range(self.ndim) if k not in along)
+
+    def _offset_along(self, numbers: Sequence[int], rank: int) -> int:
+        """Return the row-major offset of `rank` over some of the dims."""
+        coords = self.coords_of(rank)
+        return _ravel([coords[k] for k in numbers], [self.dims[k].size for k in numbers])
+
+    def _offset(self, rank: int) -> int | None:
+        """Return the offset of `rank`, None if it is not in the mesh."""
+        if self._range is not None:
+            return self._range.index(rank) if rank in self._range else None
+        place = int(np.searchsorted(self.ids, rank, sorter=self._order))
+        if self._order is None or place == self.size or self.ids[self._order[place]] != rank:
+            return None
+        return int(self._order[place])
+
+    def _known_ranks(self) -> str:
+        if self._range is not None and self._range.step == 1:
+            return f"ranks {self._range.start}..{self._range.stop - 1}"
+        few = ", ".join(map(str, self.ids[:8].tolist()))
+        return f"ranks {few}, ..." if self.size > 8 else f"ranks {few}"
 
     def _fixed(self, by_dim: Mapping[str, int]) -> list[int]:
         """Return coordinates as in `by_dim`, and 0 for the dims it does not name."""
@@ -432,6 +510,63 @@ class Mesh:
             if not 0 <= coords[number] < size:
                 raise MeshError(f"coordinate {name}={value} is outside of mesh dim {name}={size}")
         return coords
+
+
+def _from_fields(dims: tuple[MeshDimension, ...], ids: range | Ranks, name: str) -> Mesh:
+    return Mesh(dims, ids, name=name)
+
+
+def _checked_ids(ids: Any) -> range | Ranks:
+    """Return ids in row-major order.
+
+    Raises:
+        MeshError: If one is no whole number, or out of range.
+    """
+    if isinstance(ids, range):
+        if ids:
+            _check_bounds(min(ids[0], ids[-1]), max(ids[0], ids[-1]))
+        # Equal ranges may have other ends, which would show in the repr.
+        stop = ids.start + len(ids) * ids.step
+        return range(ids.start, stop, ids.step) if ids.step > 0 else np.array(ids, np.int64)
+    if not isinstance(ids, np.ndarray):
+        ids = np.array([as_int(one, "a device id") for one in as_items(ids, "ids")], object)
+    elif not np.issubdtype(ids.dtype, np.integer):
+        raise MeshError(f"device ids must be whole numbers, got an array of {ids.dtype}")
+    if ids.size:
+        _check_bounds(ids.min(), ids.max())
+    return np.array(ids, np.int64).reshape(-1)
+
+
+def _check_bounds(smallest: int, largest: int) -> None:
+    if smallest < 0 or largest > MAX_RANKS:
+        raise MeshError(f"device ids must be in 0..{MAX_RANKS}, got {smallest} to {largest}")
+
+
+def _as_range(ranks: Ranks) -> range | None:
+    """Return ranks as a range, None unless they are equally spaced upwards."""
+    if not ranks.size:
+        return None
+    first, step = int(ranks[0]), int(ranks[1] - ranks[0]) if ranks.size > 1 else 1
+    if step < 1 or not (np.diff(ranks) == step).all():
+        return None
+    return range(first, first + step * ranks.size, step)
+
+
+def _ravel(coords: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the row-major offset of `coords`."""
+    offset = 0
+    for index, size in zip(coords, shape, strict=True):
+        offset = offset * size + index
+    return offset
+
+
+def _unravel(offset: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the coordinates of a row-major `offset`."""
+    coords = []
+    for size in reversed(shape):
+        offset, index = divmod(offset, size)
+        coords.append(index)
+    return tuple(reversed(coords))
 
 
 def _checked_name(name: object) -> str:

@@ -9,8 +9,8 @@ from typing import overload
 from mpimesh.arguments import as_int, shown
 from mpimesh.errors import MeshError, RankError
 from mpimesh.mesh.device import Device, DeviceBackend
-from mpimesh.mesh.groups import GroupSpec
 from mpimesh.mesh.probe import cpus_of_text
+from mpimesh.mesh.topology import GroupSpec
 
 __all__ = ["DeviceTable", "SharedGpu", "shared_gpus", "sharing_text"]
 

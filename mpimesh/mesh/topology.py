@@ -1,4 +1,4 @@
-"""Four topologies, each of which gives a `Mesh` and its named groups.
+"""Named groups of ranks, and four topologies: each gives a `Mesh` and its groups.
 
 | topology | text | mesh | groups, in this order |
 |---|---|---|---|
@@ -20,21 +20,113 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from mpimesh.arguments import as_flag, as_int
-from mpimesh.errors import MeshError, WorldSizeError
+from mpimesh.arguments import as_flag, as_int, as_items, shown
+from mpimesh.errors import GroupError, MeshError, RankError, WorldSizeError
 from mpimesh.mesh.dims import check_world_size
 from mpimesh.mesh.mesh import Mesh
 
 __all__ = [
+    "WORLD",
     "DataParallelTopology",
+    "GroupSpec",
     "MeshTopology",
     "MixedTopology",
     "PipelineParallelTopology",
     "TensorParallelTopology",
+    "check_group_name",
 ]
+
+WORLD = "world"
+"""Name of the group of all ranks."""
+
+_MOST_NAME = 200
+"""Most characters of a group's name: it goes along with each message of the group."""
 
 _TEXT = re.compile(r"(?P<kind>[a-z-]+)(?::(?P<options>.*))?")
 _OPTION = re.compile(r"(?P<key>[a-z_]+)=(?P<value>[0-9]{1,9}(?:x[0-9]{1,9})?)")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """A named group of ranks.
+
+    Attributes:
+        name: Its name, unique in a world.
+        ranks: World ranks in group order: the place of a rank is its rank in the group.
+
+    Raises:
+        GroupError: If the name is no text or too long, or ranks are missing, repeated or negative.
+    """
+
+    name: str
+    ranks: Sequence[int]
+
+    def __post_init__(self) -> None:
+        check_group_name(self.name)
+        object.__setattr__(self, "ranks", _checked_ranks(self.name, self.ranks))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.ranks)
+
+    def in_group(self, rank: int) -> bool:
+        """Tell whether world rank `rank` is a member."""
+        return rank in self.ranks
+
+    def group_rank(self, rank: int) -> int | None:
+        """Return the place of world rank `rank` in the group, None if it is no member."""
+        return self.ranks.index(rank) if rank in self.ranks else None
+
+    def check_in_world(self, world_size: int) -> None:
+        """Check that all ranks exist.
+
+        Raises:
+            RankError: Naming the highest rank, if it does not.
+        """
+        _, highest = _bounds(self.ranks)
+        if highest >= world_size:
+            raise RankError(
+                f"Rank {highest} out of bounds for world size {world_size} in group {self.name!r}"
+            )
+
+
+def check_group_name(name: object) -> None:
+    """Raise if no group may be called `name`.
+
+    Raises:
+        GroupError: If it is no printable text, or too long.
+    """
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise GroupError(f"a group's name must be printable text, got {shown(name)}")
+    if len(name) > _MOST_NAME:
+        raise GroupError(
+            f"a group's name must have at most {_MOST_NAME} characters, got {len(name)}: "
+            f"{shown(name)}"
+        )
+
+
+def _checked_ranks(name: str, ranks: Sequence[int]) -> Sequence[int]:
+    if not isinstance(ranks, range):
+        ranks = tuple(
+            as_int(rank, f"a rank of group {name!r}")
+            for rank in as_items(ranks, f"ranks of group {name!r}", GroupError)
+        )
+        if len(set(ranks)) != len(ranks):
+            twice = next(rank for k, rank in enumerate(ranks) if rank in ranks[:k])
+            raise GroupError(f"group {name!r} has rank {twice} twice: {ranks}")
+    if not len(ranks):
+        raise GroupError(f"group {name!r} has no ranks; give at least one")
+    lowest, _ = _bounds(ranks)
+    if lowest < 0:
+        raise RankError(f"Rank {lowest} out of bounds in group {name!r}: ranks start at 0")
+    return ranks
+
+
+def _bounds(ranks: Sequence[int]) -> tuple[int, int]:
+    """Return the smallest and the largest of `ranks`."""
+    ends = (ranks[0], ranks[-1]) if isinstance(ranks, range) else ranks
+    return min(ends), max(ends)
 
 
 class MeshTopology(ABC):
@@ -186,7 +278,7 @@ class DataParallelTopology(MeshTopology):
         return [("dp", used)]
 
     def _groups(self, mesh: Mesh) -> list[tuple[str, Sequence[int]]]:
-        return [("dp_0", mesh.groups("dp")[0])]
+        return [("dp_0", mesh.group_ranks(0, "dp"))]
 
     def __str__(self) -> str:
         return "data-parallel" if self.n is None else f"data-parallel:n={self.n}"
@@ -243,8 +335,8 @@ class TensorParallelTopology(MeshTopology):
     def _groups(self, mesh: Mesh) -> list[tuple[str, Sequence[int]]]:
         layers = mesh.groups("tp" if self.mesh_shape is None else "tp_row,tp_col")
         return [
-            *((f"tp_{i}", ranks) for i, ranks in enumerate(layers)),
-            *((f"dp_{t}", ranks) for t, ranks in enumerate(mesh.groups("dp"))),
+            *((f"tp_{i}", ranks) for i, ranks in enumerate(layers.tolist())),
+            *((f"dp_{t}", ranks) for t, ranks in enumerate(mesh.groups("dp").tolist())),
         ]
 
     def __str__(self) -> str:
@@ -281,7 +373,7 @@ class PipelineParallelTopology(MeshTopology):
     def _groups(self, mesh: Mesh) -> list[tuple[str, Sequence[int]]]:
         return [
             *((f"pp_stage_{s}", range(s, s + 1)) for s in range(self.stages)),
-            ("pp_0", mesh.groups("pp")[0]),
+            ("pp_0", mesh.group_ranks(0, "pp")),
         ]
 
     def __str__(self) -> str:

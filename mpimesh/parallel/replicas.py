@@ -156,7 +156,7 @@ def groups_of_lines(
 def lines_along(mesh: DeviceMesh, dim: str) -> list[Line]:
     """Return the ranks of each line along a dim. Local."""
     axis = mesh.dim_names.index(dim)
-    ranks = np.array(mesh.ids).reshape([mesh.dim_size(name) for name in mesh.dim_names])
+    ranks = mesh.ids.reshape(mesh.shape)
     lines = np.moveaxis(ranks, axis, -1).reshape(-1, mesh.dim_size(dim))
     return [tuple(line) for line in lines.tolist()]
 

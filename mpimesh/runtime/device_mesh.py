@@ -16,7 +16,6 @@ from mpimesh.mesh import (
     WORLD,
     Device,
     DeviceBackend,
-    DeviceIds,
     DeviceTable,
     GroupSpec,
     Mesh,
@@ -121,8 +120,8 @@ class DeviceMesh:
         return self._core.mesh.dims
 
     @property
-    def ids(self) -> DeviceIds:
-        """Its ranks, a lazy sequence in row-major order."""
+    def ids(self) -> HostArray:
+        """Its ranks in row-major order, a read-only array."""
         return self._core.mesh.ids
 
     @property
@@ -588,7 +587,7 @@ class DeviceMesh:
 
     def _repr_html_(self) -> str:
         """Show the ranks in a grid, in notebooks. Local."""
-        return html.paragraph(repr(self)) + html.rank_grid(self.dims, list(self.ids))
+        return html.paragraph(repr(self)) + html.rank_grid(self.dims, self.ids.tolist())
 
     def __repr__(self) -> str:
         """Show dims, rank and groups. Local."""

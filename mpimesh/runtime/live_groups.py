@@ -18,7 +18,7 @@ from mpimesh.comm import Communicator
 from mpimesh.errors import GroupError, RankError, on_all_ranks
 from mpimesh.mesh import WORLD, GroupSpec, Mesh, NamesLike
 from mpimesh.mesh.dims import parse_names
-from mpimesh.mesh.groups import check_group_name
+from mpimesh.mesh.topology import check_group_name
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.context import MeshContext
@@ -83,7 +83,7 @@ class _Family:
         if not self.shared:
             return False
         if self.mesh is None:
-            return self.ranks == tuple(mesh.group_ranks(mesh.ids[0], dims)) and (
+            return self.ranks == tuple(mesh.group_ranks(int(mesh.ids[0]), dims)) and (
                 len(self.ranks) == mesh.size
             )
         return self.mesh == mesh and _long(mesh, self.dims) == _long(mesh, dims)
@@ -129,11 +129,11 @@ class LiveGroups:
         self._context = context
         self.communicator = communicator
         self.progress = context.progress
-        self._families = [_Family(tuple(mesh.ids), communicator)]
+        self._families = [_Family(tuple(mesh.ids.tolist()), communicator)]
         self._groups: dict[str, ProcessGroup] = {}
         # Those that this rank has closed stay here until all have, as `settle` finds out.
         self._custom: dict[str, _Custom] = {}
-        self._keep(WORLD, mesh.ids, communicator, self._families[0])
+        self._keep(WORLD, mesh.ids.tolist(), communicator, self._families[0])
 
     # -- look-ups: local -----------------------------------------------------------
 
@@ -420,10 +420,10 @@ class LiveGroups:
             return chosen
         spec = GroupSpec(name, ranks)
         for rank in spec.ranks:
-            if rank not in self._mesh.ids:
+            if not self._mesh.contains_rank(rank):
                 raise RankError(
                     f"Rank {rank} out of bounds for group {name!r}: the mesh has ranks "
-                    f"{list(self._mesh.ids)[:16]}"
+                    f"{self._mesh.ids[:16].tolist()}"
                 )
         return spec
 

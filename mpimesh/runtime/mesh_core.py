@@ -9,6 +9,8 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from mpimesh.arguments import shown
 from mpimesh.comm import MAX_USER_TAG
 from mpimesh.errors import (
@@ -216,10 +218,10 @@ class MeshCore:
         if topology is not None:
             names += [name for name, _ in topology.group_plan(size)]
         taken = sorted(set(names) & set(groups.custom))
-        if set(mesh.ids) != set(self.mesh.ids) or taken:
+        if not np.array_equal(np.sort(mesh.ids), np.sort(self.mesh.ids)) or taken:
             raise GroupError(
-                f"reshape keeps the ranks and the added groups: ranks {list(mesh.ids)[:16]} "
-                f"against {list(self.mesh.ids)[:16]}, names in use {taken}"
+                f"reshape keeps the ranks and the added groups: ranks {mesh.ids[:16].tolist()} "
+                f"against {self.mesh.ids[:16].tolist()}, names in use {taken}"
             )
         return mesh, topology
 

@@ -19,11 +19,11 @@ def test_the_order_of_ranks_is_the_group_rank():
     assert hash(group) == hash(GroupSpec("mine", (5, 1, 3)))
 
 
-def test_ranks_of_a_mesh_stay_lazy():
-    ranks = Mesh("dp=1000,tp=10").group_ranks(3, "tp,dp")
-    group = GroupSpec("all", ranks)
-    assert group.ranks is ranks
+def test_a_group_takes_the_ranks_of_a_mesh():
+    mesh = Mesh("dp=1000,tp=10")
+    group = GroupSpec("all", mesh.group_ranks(3, "tp,dp"))
     assert group.group_rank(4321) == 1432
+    assert GroupSpec("all", mesh.groups("tp,dp")[0]) == group
     assert GroupSpec("w", range(10**9)).size == 10**9
 
 
