@@ -161,7 +161,7 @@ def check_meshes_over_part_of_the_world(comm):
         mine.add_group("both ends", sorted({members[0], members[-1]}))
         members_agree(mine)
         foreign = 0 if mine is high else n - 1
-        with raises(RankError, f"Rank {foreign}", "'foreign'", list(mine.ids)):
+        with raises(RankError, f"Rank {foreign}", "'foreign'", mine.ids.tolist()):
             mine.add_group("foreign", [foreign])
         with mm.DeviceMesh("all=-1", comm) as world:
             members_agree(world)
