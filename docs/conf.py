@@ -35,6 +35,7 @@ extensions = [
 ]
 exclude_patterns = ["inventories", "_templates"]
 nitpicky = True
+toc_object_entries_show_parents = "hide"
 pygments_style = "friendly"
 
 # -- pages -----------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ class AxisError(ShapeError, IndexError):
 
 
 class IndexOutOfRangeError(MpimeshError, IndexError):
-    """An index that an array does not have, or that is none."""
+    """An index that an array does not have, or that is no index."""
 
 
 class DTypeError(MpimeshError, TypeError):

@@ -29,7 +29,7 @@ _MOST_AXES = 64
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Layout:
-    """A mesh, and what an array is along each of its dims.
+    """A mesh, and the placement of an array along each of its dims.
 
     Several dims may split one axis: the first of them in the mesh cuts it into its blocks, the
     next one cuts each of those, and so on.

@@ -129,7 +129,7 @@ class Replicate(PlacementSpec):
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Partial(PlacementSpec):
-    """The value is the reduction of what the ranks along the dim hold, and not yet worked out.
+    """The ranks along the dim hold operands of a reduction that is still to be computed.
 
     Args:
         op: ``"sum"``, ``"mean"`` (or ``"avg"``), ``"prod"``, ``"min"`` or ``"max"``, or mpi4py's
@@ -191,7 +191,7 @@ layout on the same mesh."""
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Placement(Sequence[PlacementSpec]):
-    """One spec for each mesh dim, in the order of the mesh.
+    """Shard, Replicate or Partial for each mesh dim, in the order of the mesh.
 
     Args:
         specs: The specs; each may be its text.

@@ -64,7 +64,7 @@ for _name in _KNOWN:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The hardware one rank computes on, as a record that survives JSON.
+    """The hardware one rank computes on, as a record that can be written as JSON.
 
     Attributes:
         id: Number of the device among those of its process, as the driver counts.

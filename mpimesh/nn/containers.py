@@ -23,7 +23,7 @@ __all__ = ["Add", "Checkpoint", "Concat", "MeanPool", "Sequential", "is_plain"]
 
 
 class Sequential(Module):
-    """Layers in order, each fed with the output of the one before; none is the identity.
+    """Layers in order, each fed with the output of the one before; without layers, the identity.
 
     ``Sequential(a, b)`` and ``Sequential([a, b])`` are the same. Any
     :class:`~mpimesh.nn.protocol.SupportsLayer` may stand in it.

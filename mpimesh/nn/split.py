@@ -213,7 +213,7 @@ class SplitRanks:
 
 
 class SequenceSplit:
-    """The split of the places of sequences over the ranks of a tensor-parallel group.
+    """The split of activations along the sequence over the ranks of a tensor-parallel group.
 
     Shapes:
         x: (rows, places, ...); a rank has consecutive places of each row.

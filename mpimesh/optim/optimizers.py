@@ -213,7 +213,7 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Adam with the decay beside the gradient, of Loshchilov and Hutter (2019).
+    """Adam with decoupled weight decay, of Loshchilov and Hutter (2019).
 
     ``p = (1 - lr * weight_decay) * p`` before Adam's step without decay. Arguments and errors are
     those of :class:`Adam`; `weight_decay` is the share that a learning rate of 1 would take off,

@@ -129,7 +129,7 @@ class CosineLR(LRSchedule):
 
 @dataclass(frozen=True, slots=True)
 class WarmupLR(LRSchedule):
-    """A rise in `steps` steps to where another schedule begins, which then follows.
+    """A linear rise in `steps` steps to the first rate of another schedule, which follows.
 
     Before step `steps` it is ``then(0) * (start + (1 - start) * t / steps)``, and from there on
     ``then(t - steps)``: PyTorch's SequentialLR of a LinearLR and another.

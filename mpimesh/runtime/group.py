@@ -44,15 +44,14 @@ class ProcessGroup:
 
     A CuPy array stays on its device: it is sent from there, and so is the result made there, on
     the stream that was current at the call. What ``resolve()`` gives is safe to use on the stream
-    that is current then. The array's place decides how an operation moves its bytes, so on one
-    group all ranks give arrays on the host or all on devices; with ``MPIMESH_CHECKS`` on, ranks
-    that differ get a MismatchError that names them. Only where one rank's array is not the others'
-    concern may they differ: in messages, shifts, scatter and broadcast with ``root=None``. An
-    `out` may lie elsewhere than the input, everywhere.
+    that is current then. In one operation all ranks pass host arrays, or all pass device arrays;
+    with ``MPIMESH_CHECKS`` on, ranks that differ get a MismatchError that names them. Messages,
+    shifts, scatter, and broadcast with ``root=None`` are free of this rule. An `out` may be on the
+    host for an input on a device, or the other way round, alike on all ranks.
 
-    Two names for the same ranks in the same order, such as ``"world"`` and a dim that spans
-    it, are one group to the transport: their operations stand in one order, and so do their
-    messages.
+    Groups of the same ranks in the same order, such as ``"world"`` and a dim that spans it, share
+    one communicator: all their operations together are started in the same order on every rank,
+    and so are their messages.
     """
 
     def __init__(
@@ -101,9 +100,9 @@ class ProcessGroup:
                 ``MPI.SUM`` and the like. "mean" is the sum divided by the group's size. "min" and
                 "max" of values with NaN are NaN, as NumPy's, with the same bits on all ranks.
             out: Array for the result; may be `x` itself. New if None.
-            label: The caller's name for this call.
-            algorithm: How, for arrays on the host: ``"centralized"``, ``"tree(b)"`` or ``"ring"``
-                by messages, or one of :meth:`algorithms`; None for what these say.
+            label: A name for this call in messages of errors, the same on every rank.
+            algorithm: For host arrays: ``"centralized"``, ``"tree(b)"`` or ``"ring"``, by messages,
+                or one that :meth:`algorithms` lists; None takes the one that it shows.
 
         Returns:
             A handle; ``resolve()`` gives the array.
@@ -138,7 +137,7 @@ class ProcessGroup:
             op: As in :meth:`all_reduce`.
             root: The receiving rank, counted in the group.
             out: Array for the result on `root`, ignored elsewhere. New if None.
-            label: The caller's name for this call.
+            label: A name for this call in messages of errors, the same on every rank.
             algorithm: As in :meth:`all_reduce`.
 
         Returns:
@@ -176,7 +175,7 @@ class ProcessGroup:
             axis: The axis that is cut.
             sizes: Block size of each rank along `axis`, in group order; equal blocks if None.
             out: Array for the result. New if None.
-            label: The caller's name for this call.
+            label: A name for this call in messages of errors, the same on every rank.
 
         Returns:
             A handle; ``resolve()`` gives this rank's block.
@@ -211,7 +210,7 @@ class ProcessGroup:
             sizes: Block size of each rank along `axis`, in group order; if None,
                 all blocks have the shape of `x`.
             out: Array for the result. New if None.
-            label: The caller's name for this call.
+            label: A name for this call in messages of errors, the same on every rank.
 
         Returns:
             A handle; ``resolve()`` gives the joined array.
@@ -247,7 +246,7 @@ class ProcessGroup:
             axis: Array axis to join.
             sizes: Block sizes along `axis`, given on every rank; equal blocks if None.
             out: Array for the result on `root`, ignored elsewhere. New if None.
-            label: The caller's name for this call.
+            label: A name for this call in messages of errors, the same on every rank.
 
         Returns:
             A handle; ``resolve()`` gives the joined array on `root` and None elsewhere.
@@ -289,7 +288,7 @@ class ProcessGroup:
                 what this rank itself puts in. All ranks give one of both, or none does: comparing
                 them costs an all-to-all of shapes and an all-reduce of 8 bytes.
             out: Array for the result. New if None.
-            label: The caller's name for this call.
+            label: A name for this call in messages of errors, the same on every rank.
 
         Returns:
             A handle; ``resolve()`` gives the joined array.
@@ -323,7 +322,7 @@ class ProcessGroup:
             root: The sending rank, counted in the group; None to find it, together with its
                 shape and dtype, at the cost of one more small exchange.
             out: Array for the result; may be `x` itself. New if None.
-            label: The caller's name for this call.
+            label: A name for this call in messages of errors, the same on every rank.
             algorithm: As in :meth:`all_reduce`.
 
         Returns:
@@ -366,7 +365,7 @@ class ProcessGroup:
             axis: The axis that is cut.
             sizes: Block sizes along `axis`, given on every rank; equal blocks if None.
             out: Array for the result. New if None.
-            label: The caller's name for this call.
+            label: A name for this call in messages of errors, the same on every rank.
 
         Returns:
             A handle; ``resolve()`` gives this rank's block, which lies where the root's array
@@ -404,7 +403,7 @@ class ProcessGroup:
             x: The array: any dtype but objects, any memory order.
             dest: The receiving rank, counted in the group; not this one.
             tag: 0 to `MAX_TAG`, tells messages of one pair apart.
-            label: The caller's name for this call.
+            label: A name for this call in messages of errors, the same on every rank.
 
         Returns:
             A handle; ``resolve()`` gives None once `x` may be written again.
@@ -439,7 +438,7 @@ class ProcessGroup:
             dtype: The dtype that must come; any if None.
             out: Array to receive into; its shape and dtype must come. New if None.
             tag: The sender's tag.
-            label: The caller's name for this call.
+            label: A name for this call in messages of errors, the same on every rank.
 
         Returns:
             A handle; ``resolve()`` gives the array, which lies where the sender's did: on the
@@ -480,7 +479,7 @@ class ProcessGroup:
             x: This rank's array; shapes and dtypes may differ over ranks.
             offset: How many places; negative goes backwards.
             wrap: Whether the last rank is followed by the first.
-            label: The caller's name for this call.
+            label: A name for this call in messages of errors, the same on every rank.
 
         Returns:
             A handle; ``resolve()`` gives the array that came, or None where the row ends.
@@ -519,7 +518,7 @@ class ProcessGroup:
         Args:
             timeout_s: Longest wait in seconds. With a limit, each rank tells every other that
                 it has come, so that a timeout can name who has not.
-            label: The caller's name for this call.
+            label: A name for this call in messages of errors, the same on every rank.
 
         Raises:
             GroupError: If `timeout_s` is no time.

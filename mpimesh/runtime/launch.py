@@ -30,7 +30,7 @@ _SRUN_FLAGS = {"MPICH": "--mpi=pmi2", "Intel MPI": "--mpi=pmi2", "Open MPI": "--
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The launcher's facts about this process.
+    """Rank, node and size of the job, as the launcher of this process states them.
 
     Attributes:
         launcher: ``"mpiexec (Open MPI)"``, ``"mpiexec (MPICH)"``, ``"srun"``, ``"a PMI launcher"``

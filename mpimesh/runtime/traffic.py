@@ -324,7 +324,7 @@ class Tally:
 
 
 class Traffic:
-    """Counters of one rank on one mesh.
+    """Counters of the bytes and messages of one rank on one mesh.
 
     Bytes put in are those of this rank's own arrays: an all-reduce of 1 MiB counts
     1 MiB. Bytes received are those of arrays that come from other ranks of the mesh, whatever

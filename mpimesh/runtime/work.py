@@ -108,7 +108,7 @@ def _reflected(symbol: str) -> Callable[..., NoReturn]:
 
 
 class CollectiveTensor(Generic[T_co]):
-    """A result to come. Start the operation, do other work, then :meth:`resolve`.
+    """The result of an operation under way: do other work, then :meth:`resolve` it.
 
     Handles may be resolved in any order, each waits for its own operation only,
     and every handle must be resolved: one that is dropped warns with the line that
