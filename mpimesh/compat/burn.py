@@ -34,7 +34,7 @@ from mpimesh.nn import Parameter, SupportsLayer
 from mpimesh.nn.parameter import as_parameters
 from mpimesh.nn.protocol import is_layer, named_parameters
 from mpimesh.runtime import DeviceMesh, ProcessGroup
-from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call
 from mpimesh.settings import AlgorithmName
 
@@ -489,10 +489,7 @@ class DistributedContext:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Close the session, unless there was an error."""
         if error is None:
@@ -583,10 +580,13 @@ def register(mesh: DeviceMesh, config: CollectiveConfig | None = None) -> Proces
         RankError: On every rank, if there are not as many ranks.
     """
     check_kind(mesh, DeviceMesh, "mesh", GroupError, wanted="a live DeviceMesh")
-    config = CollectiveConfig() if config is None else config
-    if not config.is_valid():
-        raise GroupError(f"num_devices must be at least 1, got {config.num_devices}")
-    return mesh.add_group("collective", range(config.num_devices or mesh.world_size))
+
+    def ranks() -> range:
+        number = None if config is None else config.num_devices
+        number = mesh.world_size if number is None else number
+        return range(as_int(number, "num_devices", GroupError, least=1))
+
+    return mesh.add_group("collective", agree_alike(mesh.group()._core, "register", ranks))
 
 
 def finish_collective(group: ProcessGroup) -> None:
@@ -658,8 +658,7 @@ def _agree(group: ProcessGroup, lines: list[str], task: str) -> None:
 
 
 def _checked_group(group: object) -> ProcessGroup:
-    wanted = "a group of ranks, as mesh.group('dp') gives"
-    return check_kind(group, ProcessGroup, "group", GroupError, wanted=wanted)
+    return check_kind(group, ProcessGroup, "group", GroupError, wanted="a group of ranks")
 
 
 def _trained(module: object) -> list[tuple[str, Parameter]]:

@@ -22,6 +22,7 @@ from mpimesh.arrays import Array, OpLike
 from mpimesh.errors import DTypeError, MeshError, RankError, ShapeError, WorldSizeError
 from mpimesh.mesh import WORLD, Device, Mesh, MeshTopology
 from mpimesh.runtime import ProcessGroup, run_virtual
+from mpimesh.runtime.agreement import agree_alike
 
 __all__ = [
     "DeviceMesh",
@@ -95,14 +96,22 @@ class DeviceMesh(runtime.DeviceMesh):
             WorldSizeError: On every rank, if the topology does not fit the ranks, or there is not
                 one device for each.
         """
-        if devices is not None:
-            devices = as_items(devices, "devices", wanted="a list of devices, or None")
         mesh = cls(topology)
-        if devices is not None and len(devices) != mesh.world_size:
+
+        def check() -> None:
+            wanted = "a list of devices, or None"
+            if devices is None:
+                return
+            if (count := len(as_items(devices, "devices", wanted=wanted))) != mesh.world_size:
+                raise WorldSizeError(
+                    f"a mesh of {mesh.world_size} ranks has one device for each, got {count}"
+                )
+
+        try:
+            agree_alike(mesh.group()._core, "with_topology", check)
+        except Exception:
             mesh.close()
-            raise WorldSizeError(
-                f"a mesh of {mesh.world_size} ranks has one device for each, got {len(devices)}"
-            )
+            raise
         return mesh
 
     @classmethod

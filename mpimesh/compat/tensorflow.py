@@ -138,16 +138,21 @@ def initialize_accelerator_system(device_type: str | None = None) -> str:
     Raises:
         MeshError: On every rank, if it was called before, or not all have such a device.
     """
-    if device_type is not None:
-        check_kind(device_type, str, "device_type", MeshError, wanted="'CPU' or 'GPU'")
     world = current_world()
     if world in _CLIENTS:
         raise MeshError("the accelerator system is initialized; shutdown_accelerator_system first")
     with DeviceMesh("clients=-1") as mesh:
         found = "GPU" if all(one.backend.is_gpu for one in mesh.all_devices()) else "CPU"
-        if device_type is not None and device_type.upper() not in (found, "CPU"):
-            raise MeshError(f"device_type {device_type} is asked for, but the ranks have {found}")
-        kind = found if device_type is None else device_type.upper()
+
+        def chosen() -> str:
+            if device_type is not None:
+                check_kind(device_type, str, "device_type", MeshError, wanted="'CPU' or 'GPU'")
+            kind = found if device_type is None else device_type.upper()
+            if kind not in (found, "CPU"):
+                raise MeshError(f"device_type {kind} is asked for, but the ranks have {found}")
+            return kind
+
+        kind = agree_alike(mesh.group()._core, "initialize_accelerator_system", chosen)
         _CLIENTS[world] = Client(mesh.rank, mesh.world_size, kind, mesh.hosts)
     return kind
 

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.errors import DTypeError, GroupError, LayoutError, MeshError, ModuleError, StoreError
+from mpimesh.errors import (
+    DTypeError,
+    GroupError,
+    LayoutError,
+    MeshError,
+    ModuleError,
+    MpimeshError,
+    StoreError,
+)
 
 WORDS: Any = mm.compat  # type checkers are not asked about wrong kinds
 burn, kapsl, shrew, tensorflow, tvm = (
@@ -78,6 +86,23 @@ def test_it_is_refused_and_the_mesh_goes_on():
             for error, call in WITH_A_MESH.values():
                 with pytest.raises(error):
                     call(mesh)
+            return mesh.group("dp").all_reduce(np.ones(1)).resolve().item()
+
+    assert mm.run_virtual(2, main) == [2.0, 2.0]
+
+
+def test_what_one_rank_alone_has_wrong_is_raised_on_both():
+    def main():
+        with mm.DeviceMesh("dp=2") as mesh:
+            is_wrong = mesh.rank == 1
+            with pytest.raises(MpimeshError, match="has one device for each, got 3"):
+                kapsl.DeviceMesh.new([None] * 3 if is_wrong else None)
+            with pytest.raises(MpimeshError, match=r"num_devices must be .* at least 1"):
+                burn.register(mesh, burn.CollectiveConfig(0 if is_wrong else None))
+            with pytest.raises(MpimeshError, match="the ranks have CPU"):
+                tensorflow.initialize_accelerator_system("GPU" if is_wrong else None)
+            with pytest.raises(MeshError, match="not initialized"):
+                tensorflow.client()
             return mesh.group("dp").all_reduce(np.ones(1)).resolve().item()
 
     assert mm.run_virtual(2, main) == [2.0, 2.0]

@@ -48,7 +48,7 @@ def test_a_step_that_is_refused_counts_for_nothing():
             )
             for wrong in ({"grad_norm": "x"}, {"samples": -1}):
                 with raises(MeshError, *wrong):
-                    metrics.step(loss=100.0, **wrong)  # type: ignore[arg-type]
+                    metrics.step(loss=100.0, **wrong)
             metrics.step(loss=1.0)
             metrics.step(loss=3.0)
         return seen
