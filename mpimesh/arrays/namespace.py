@@ -53,7 +53,7 @@ DType: TypeAlias = np.dtype[Any]
 DTypeName = Literal[
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "bfloat16", "float32", "float64", "longdouble", "complex64", "complex128",
-    "int", "float", "complex",
+    "int", "float", "complex", "half", "single", "double",
     "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16",
 ]  # fmt: skip
 """Dtypes by name, so that a type checker finds a misspelt one."""

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import numpy as np
 
 from mpimesh import runtime
-from mpimesh.arguments import as_items, check_kind, rank_names, shown
+from mpimesh.arguments import as_int, as_items, check_kind, rank_names, shown
 from mpimesh.arrays import Array, OpLike
 from mpimesh.errors import DTypeError, MeshError, RankError, ShapeError, WorldSizeError
 from mpimesh.mesh import WORLD, Device, Mesh, MeshTopology
@@ -213,9 +213,9 @@ class MeshRouter:
         """
         ranks = [*self._first_ranks()]
         if tp_group_hint is not None:
-            return ranks[tp_group_hint % len(ranks)]
+            return ranks[as_int(tp_group_hint, "tp_group_hint") % len(ranks)]
         if self.strategy is RoutingStrategy.SessionAffinity:
-            return ranks[session % len(ranks)]
+            return ranks[as_int(session, "session") % len(ranks)]
         self._routed += 1
         return ranks[(self._routed - 1) % len(ranks)]
 
@@ -224,8 +224,11 @@ class MeshRouter:
         return self.mesh.group_index(rank, "tp") if self.mesh.contains_dim("tp") else None
 
     def get_tp_group_workers(self, group: int) -> list[int]:
-        """Return the ranks of a tensor-parallel group."""
-        return list(self.mesh.groups("tp")[group].tolist())
+        """Return the ranks of a tensor-parallel group; MeshError if there is no such one."""
+        groups = self.mesh.groups("tp")
+        if not 0 <= as_int(group, "group") < len(groups):
+            raise MeshError(f"tensor-parallel groups are numbered 0 to {len(groups) - 1}: {group}")
+        return list(groups[group].tolist())
 
     def _first_ranks(self) -> Sequence[int]:
         dims = {RoutingStrategy.TensorParallel: "tp", RoutingStrategy.PipelineParallel: "pp"}

@@ -24,6 +24,7 @@ burn, kapsl, shrew, tensorflow, tvm = (
 )
 
 VALUES = tensorflow.create_mesh({"x": 2})
+AFFINE = kapsl.MeshRouter(mm.Mesh("tp=2,pp=3"), kapsl.RoutingStrategy.SessionAffinity)
 
 WITHOUT_RANKS = {
     "dim_names": (MeshError, lambda: tensorflow.Mesh(None, np.arange(1), [0], ["CPU:0"])),
@@ -49,6 +50,9 @@ WITHOUT_RANKS = {
     "compute_dtype": (DTypeError, lambda: shrew.MixedPrecisionTrainer(None, None, "f99")),
     "shrew's mesh": (ModuleError, lambda: shrew.DataParallel(mm.nn.Linear(2, 2), 2, mesh=None)),
     "burn's mesh": (GroupError, lambda: burn.register(None)),
+    "a session": (MeshError, lambda: AFFINE.route("abc")),
+    "a hint": (MeshError, lambda: AFFINE.route(tp_group_hint=1.5)),
+    "a tp group": (MeshError, lambda: AFFINE.get_tp_group_workers(-1)),
     "kapsl's devices": (MeshError, lambda: kapsl.DeviceMesh.new(5)),
     "sharded_save": (StoreError, lambda: tensorflow.sharded_save(None, "x", [], None, [])),
 }

@@ -46,6 +46,7 @@ def split_arrays(mesh: mm.DeviceMesh, x: Floats) -> None:
     assert_type(a.start_redistribute("S1").resolve(), mm.DTensor)
     mm.zeros(4, mesh, "dp=S0", dtype=np.float32)
     mm.zeros(4, mesh, "dp=S0", dtype="float32")
+    mm.zeros(4, mesh, "dp=S0", dtype="double")
     mm.zeros(4, mesh, "dp=S0", dtype=np.dtype(">f4"))
     mm.zeros(4, mesh, "dp=S0", dtype="flaot32")  # expect error
     mesh.shared_empty(4, "doulbe")  # expect error
