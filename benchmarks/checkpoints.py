@@ -140,8 +140,8 @@ class _Between:
         self._action()
         self._comm.Barrier()
 
-    def allreduce(self, value: Any, op: Any) -> Any:
-        return self._comm.allreduce(value, op)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
 
 
 def _removed(mesh: mm.DeviceMesh, *folders: Path) -> Callable[[], None]:
