@@ -2,4 +2,5 @@
 
 from mpimesh.cli import app
 
-app()
+# Completion is for the command, not for python.
+app(prog_name="mpimesh")

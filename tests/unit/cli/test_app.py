@@ -64,6 +64,14 @@ def test_completion_can_be_shown(shell, monkeypatch):
     assert "_MPIMESH_COMPLETE" in result.output
 
 
+def test_completion_of_the_module_is_that_of_the_command():
+    """And not of ``python``, of which all else would be completed no more."""
+    env = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = [sys.executable, "-m", "mpimesh", "--show-completion", "bash"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip().endswith("-F _mpimesh_completion mpimesh")
+
+
 def test_help_and_completion_import_no_mpi_and_no_arrays():
     program = """
         import sys
