@@ -135,6 +135,8 @@ class Training:
     def run(self, guard: mm.store.RunGuard) -> bool:
         """Train up to the last step, or until a signal. Returns whether it came to the end."""
         traced_step = self.options.trace_step or self.last_step - self.batches.per_epoch + 1
+        if traced_step > self.last_step:
+            self.report.say(f"No step is drawn: there are {self.last_step}, not {traced_step}.")
         with self.report.progress(self.resumed_at, self.batches) as progress:
             for step in range(self.resumed_at + 1, self.last_step + 1):
                 if step == traced_step:
