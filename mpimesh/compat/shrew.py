@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh import parallel
-from mpimesh.arguments import as_int, as_items, check_kind
+from mpimesh.arguments import as_int, as_items, check_kind, shown
 from mpimesh.arrays import Array
 from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.errors import ModuleError
@@ -23,6 +23,7 @@ from mpimesh.nn import SupportsLayer
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.parallel import PipelineStage
 from mpimesh.runtime import DeviceMesh, ProcessGroup
+from mpimesh.runtime.agreement import agree_alike
 
 __all__ = [
     "AllReduceOp",
@@ -121,18 +122,35 @@ def reduce_gradients(
         group: The ranks.
 
     Raises:
-        MismatchError: On every rank, if gradients of one name differ in shape or dtype.
-        ModuleError: On every rank, if one is no array of floats.
+        MismatchError: On every rank, if gradients of one name differ in shape or dtype, operations
+            differ, or only some ranks have an argument that will not do.
+        ModuleError: On every rank, if one is no array of floats, or an argument will not do.
     """
-    op = AllReduceOp(op)
-    check_kind(store, Mapping, "store", ModuleError, wanted="a mapping of gradients by name")
-    mine = {name: store.get(name) for name in as_items(params, "params", ModuleError)}
+    check_kind(group, ProcessGroup, "group", ModuleError, wanted="a group of ranks")
+
+    def checked() -> tuple[AllReduceOp, dict[str, Array | None]]:
+        check_kind(store, Mapping, "store", ModuleError, wanted="a mapping of gradients by name")
+        names = as_items(params, "params", ModuleError)
+        for name in names:
+            check_kind(name, str, "a name of params", ModuleError, wanted="a text")
+        return _as_op(op), {name: store.get(name) for name in names}
+
+    op, mine = agree_alike(group._core, "reduce_gradients", checked, lambda made: str(made[0]))
     sums = parallel.reduce_gradients(mine, group, divisor=1)
     if op is AllReduceOp.Average:
         here = {name: np.ones(()) for name, one in mine.items() if one is not None}
         for name, count in parallel.reduce_gradients(here, group, divisor=1).items():
             sums[name] /= sums[name].dtype.type(float(count))
     return sums
+
+
+def _as_op(op: object) -> AllReduceOp:
+    try:
+        return AllReduceOp(op)
+    except ValueError:
+        raise ModuleError(
+            f"op must be AllReduceOp.Sum or AllReduceOp.Average, got {shown(op)}"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,22 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from mpimesh import dtensor
-from mpimesh.arguments import as_function, as_real, check_kind, shown
+from mpimesh.arguments import (
+    as_flag,
+    as_function,
+    as_items,
+    as_real,
+    check_kind,
+    digest_text,
+    shown,
+)
 from mpimesh.arrays import HostArray
 from mpimesh.compat.tensorflow_layout import (
     MATCH,
     UNSHARDED,
     Layout,
     Mesh,
+    check_spmd,
     create_mesh,
     full_name,
     shape_for,
@@ -37,13 +46,20 @@ from mpimesh.compat.tensorflow_training import (
 )
 from mpimesh.dtensor import DTensor, default_layout, distribute
 from mpimesh.dtensor.defaults import current_mesh
-from mpimesh.errors import LayoutError, MeshError, RankError, ShapeError
+from mpimesh.errors import (
+    LayoutError,
+    MeshError,
+    MismatchError,
+    RankError,
+    ShapeError,
+    on_all_ranks,
+)
 from mpimesh.layout import Layout as CoreLayout
 from mpimesh.layout import Placement, PlacementLike, Replicate, Shard
 from mpimesh.mesh import DimsLike
 from mpimesh.mesh.dims import parse_dims
 from mpimesh.runtime import DeviceMesh
-from mpimesh.runtime.agreement import agree_alike
+from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.world import current_world
 
 __all__ = [
@@ -164,23 +180,53 @@ def shutdown_accelerator_system() -> None:
 
 
 def create_distributed_mesh(
-    mesh_dims: DimsLike | None = None, mesh_name: str = "", device_type: str | None = None
+    mesh_dims: DimsLike | None = None,
+    mesh_name: str = "",
+    local_devices: Sequence[str] | None = None,
+    device_type: str | None = None,
+    use_xla_spmd: bool = False,
 ) -> Mesh:
     """Return a live mesh of all clients, whose ids and dims all have alike. Collective.
 
     Close its :attr:`Mesh.live` at the end.
 
+    Args:
+        mesh_dims: The dims; one of all clients, ``x``, if None.
+        mesh_name: A name.
+        local_devices: This client's device, as a list of one; None is the same.
+        device_type: The type that the clients have; None is the same.
+        use_xla_spmd: Must be False: there is no XLA.
+
     Raises:
-        MeshError: On every rank, if the accelerator system is not initialized, or the mesh does
-            not have as many places as there are clients.
+        MeshError: On every rank, if the accelerator system is not initialized, the mesh does not
+            have as many places as there are clients, or an argument is wrong.
+        MismatchError: On every rank, if the ranks' dims differ, or only some have such an error.
+
+    Cost:
+        That of two meshes: all ranks compare their arguments on the first.
     """
-    clients, kind = client().num_clients, client().preferred_device_type
-    if device_type not in (None, kind):
-        raise MeshError(f"device_type is {device_type}, but the clients have a {kind} each")
-    dims = parse_dims({"x": -1} if mesh_dims is None else mesh_dims)
-    what = f"Global number of devices (1 per client * {clients} clients = {clients})"
-    shape = shape_for(dims, clients, what)
-    pairs = [(dim.name, size) for dim, size in zip(dims, shape, strict=True)]
+
+    def checked() -> list[tuple[str, int]]:
+        me, kind = client(), client().preferred_device_type
+        check_spmd(use_xla_spmd)
+        if device_type is not None:
+            check_kind(device_type, str, "device_type", MeshError, wanted="'CPU' or 'GPU'")
+            if device_type.upper() != kind:
+                raise MeshError(f"device_type is {device_type}, but the clients have a {kind} each")
+        if local_devices is not None:
+            devices = as_items(local_devices, "local_devices")
+            if [full_name(one, me.job_name, me.client_id) for one in devices] != me.local_devices():
+                raise MeshError(
+                    f"local_devices must be None or the one device of this client, ['{kind}:0'], "
+                    f"got {shown(local_devices)}"
+                )
+        dims, clients = parse_dims({"x": -1} if mesh_dims is None else mesh_dims), me.num_clients
+        what = f"Global number of devices (1 per client * {clients} clients = {clients})"
+        shape = shape_for(dims, clients, what)
+        return [(dim.name, size) for dim, size in zip(dims, shape, strict=True)]
+
+    with DeviceMesh("clients=-1") as mesh:
+        pairs = agree_alike(mesh.group()._core, "create_distributed_mesh", checked)
     return Mesh.of(DeviceMesh(pairs, name=mesh_name))
 
 
@@ -240,26 +286,58 @@ def _tensor(x: Any, what: str) -> DTensor:
     return x
 
 
-def pack(tensors: Sequence[Any], layout: Layout, *, mesh: Any = None) -> DTensor:
+def pack(
+    tensors: Sequence[Any], layout: Layout, *, mesh: Any = None, check_replicas: bool = False
+) -> DTensor:
     """Return the array of which each rank gives its component. Collective; only facts move.
+
+    Args:
+        tensors: This rank's component, as a list of one.
+        layout: The layout.
+        mesh: The live mesh, where `layout` has none.
+        check_replicas: Whether copies of one part are compared, by a digest of 64 bits. Without
+            it copies that differ stay different.
 
     Raises:
         ShapeError: On every rank, if a rank does not give one component that fits.
-        MismatchError: On every rank, if components differ in shape, dtype or layout.
+        MismatchError: On every rank, if components differ in shape, dtype or layout, or copies do.
     """
     live = _live(layout, mesh)
     _checked(layout)
 
     def shape() -> tuple[Any, ...]:
+        checks = as_flag(check_replicas, "check_replicas", ShapeError)
         if not isinstance(tensors, list | tuple) or len(tensors) != 1:
             count = len(tensors) if isinstance(tensors, list | tuple) else "no list"
             raise ShapeError(f"expected 1 inputs to DTensorPack, but got {count}: one for a rank")
         block = np.asarray(tensors[0])
-        return layout.global_shape_from_local_shape(block.shape), block.dtype.name, layout.specs
+        whole = layout.global_shape_from_local_shape(block.shape)
+        return whole, block.dtype.name, layout.specs, f"check_replicas={checks}"
 
-    found, _, _ = agree_alike(live.group()._core, "pack", shape)
+    found, *_ = agree_alike(live.group()._core, "pack", shape)
     block = np.asarray(tensors[0])
-    return DTensor.from_local(block, live, layout.placement, shape=found)
+    packed = DTensor.from_local(block, live, layout.placement, shape=found)
+    if check_replicas:
+        _check_copies(packed)
+    return packed
+
+
+def _check_copies(x: DTensor) -> None:
+    """Raise MismatchError on every rank if two have different copies of one part. Collective."""
+    group = x.mesh.group()
+    mine = digest_text(np.ascontiguousarray(x.local).reshape(-1).view(np.uint8).data)
+    first: dict[Any, tuple[int, str]] = {}
+    for rank, digest in zip(group.ranks, agree(group._core, "pack: its copies", mine), strict=True):
+        box = x.layout.box(x.shape, rank)
+        other, expected = first.setdefault(box, (rank, digest))
+        if digest != expected:
+            index = ", ".join(f"{start}:{stop}" for start, stop in box)
+            raise on_all_ranks(
+                MismatchError(
+                    f"ranks {other} and {rank} give different components to pack, but as "
+                    f"{x.layout} both have the same part, [{index}]"
+                )
+            )
 
 
 def unpack(tensor: DTensor) -> list[Any]:
@@ -380,9 +458,9 @@ def barrier(mesh: Any, barrier_name: str | None = None, timeout_in_ms: int | Non
     _live(None, mesh).barrier(barrier_name, timeout_s=limit_s)
 
 
-def to_numpy(tensor: DTensor) -> Any:
-    """Return the whole array on every rank. Collective."""
-    return _tensor(tensor, "to_numpy").full()
+def to_numpy(tensor: DTensor, *, root: int | None = None) -> Any:
+    """Return the whole array on every rank, or on rank `root` only, None elsewhere. Collective."""
+    return _tensor(tensor, "to_numpy").full(root=root)
 
 
 def unpacked(value: Any, layout: Layout) -> list[HostArray]:

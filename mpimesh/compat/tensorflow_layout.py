@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpimesh import mesh as meshes
-from mpimesh.arguments import as_int, as_items, check_kind, shown
+from mpimesh.arguments import as_flag, as_int, as_items, check_kind, shown
 from mpimesh.arrays import HostArray
 from mpimesh.errors import LayoutError, MeshError, RankError
 from mpimesh.layout import Layout as CoreLayout
@@ -361,12 +361,15 @@ def create_mesh(
     mesh_name: str = "",
     devices: Sequence[str] | None = None,
     device_type: str | None = None,
+    use_xla_spmd: bool = False,
 ) -> Mesh:
     """Return a mesh of this client's devices; one dim ``x`` over `devices` if `mesh_dims` is None.
 
     Raises:
-        MeshError: If the devices are not as many as the mesh has places, or of another type.
+        MeshError: If the devices are not as many as the mesh has places, or of another type, or
+            `use_xla_spmd` is not False.
     """
+    check_spmd(use_xla_spmd)
     dims = parse_dims({"x": -1} if mesh_dims is None else mesh_dims)
     if devices is None and any(dim.size == -1 for dim in dims):
         raise MeshError("a mesh over all devices needs to know them: give devices=")
@@ -381,6 +384,12 @@ def create_mesh(
     shape = shape_for(dims, len(names), f"length of devices ({len(names)})")
     ids = np.arange(len(names)).reshape(shape)
     return Mesh([d.name for d in dims], ids, ids.reshape(-1).tolist(), names, mesh_name)
+
+
+def check_spmd(use_xla_spmd: object) -> None:
+    """Raise MeshError if a mesh is to be XLA's."""
+    if as_flag(use_xla_spmd, "use_xla_spmd"):
+        raise MeshError("use_xla_spmd must be False: there is no XLA here, the ranks send by MPI")
 
 
 def shape_for(dims: Sequence[MeshDimension], total: int, what: str) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpimesh.arguments import as_int, as_time, check_kind, rank_names, shown
+from mpimesh.arguments import as_flag, as_int, as_time, check_kind, rank_names, shown
 from mpimesh.arrays import HostArray
 from mpimesh.data import Batches, UnreadRows
 from mpimesh.dtensor import DTensor, DVariable
@@ -176,6 +176,7 @@ class DTensorDataset:
     Raises:
         LayoutError: On every rank, if a layout is on another mesh, or splits rows otherwise.
         ModuleError: On every rank, if rows cannot be shared evenly, or an argument is wrong.
+        MismatchError: On every rank, if batches or layouts differ, or only some have such an error.
 
     Example:
         >>> with mm.DeviceMesh("batch=-1") as mesh:
@@ -199,20 +200,26 @@ class DTensorDataset:
         rows: int | None = None,
     ) -> None:
         check_kind(mesh, DeviceMesh, "mesh", MeshError, wanted="a DeviceMesh")
-        if dataset_already_batched:
-            raise ModuleError("dataset_already_batched must be False: give the rows, not batches")
-        size = as_int(global_batch_size, "global_batch_size", ModuleError, least=1)
-        shards = 1 if batch_dim is None else mesh.dim_size(batch_dim)
-        if size % shards:
-            raise ModuleError(
-                f"global_batch_size must be a multiple of the {shards} ranks along "
-                f"{batch_dim!r}, got {size}"
-            )
+
+        def checked() -> tuple[int, dict[str, Layout]]:
+            if as_flag(dataset_already_batched, "dataset_already_batched", ModuleError):
+                raise ModuleError(
+                    "dataset_already_batched must be False: give the rows, not batches"
+                )
+            size = as_int(global_batch_size, "global_batch_size", ModuleError, least=1)
+            shards = 1 if batch_dim is None else mesh.dim_size(batch_dim)
+            if size % shards:
+                raise ModuleError(
+                    f"global_batch_size must be a multiple of the {shards} ranks along "
+                    f"{batch_dim!r}, got {size}"
+                )
+            return size, {
+                path: _row_layout(one, f"layouts{path}", mesh, batch_dim)
+                for path, one in _by_path(layouts).items()
+            }
+
         self._mesh = mesh
-        self._layouts = {
-            path: _row_layout(one, f"layouts{path}", mesh, batch_dim)
-            for path, one in _by_path(layouts).items()
-        }
+        size, self._layouts = agree_alike(mesh.group()._core, "DTensorDataset", checked)
         self._batches = Batches(
             dataset,
             mesh,

@@ -23,6 +23,7 @@ from mpimesh.errors import GroupError, LayoutError, RankError, ShapeError
 from mpimesh.layout import Layout, PlacementLike, Replicate, Shard
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import DeviceMesh, ProcessGroup, run_virtual
+from mpimesh.runtime.agreement import agree_alike
 
 __all__ = [
     "DTensorStructInfo",
@@ -397,9 +398,13 @@ def allgather(x: Array, num_workers: int, axis: int = 0, *, group: ProcessGroup)
     """Join the arrays of all workers along `axis`. Collective.
 
     Raises:
-        GroupError: If there are not `num_workers`.
+        GroupError: On every rank, if there are not `num_workers`.
+        MismatchError: On every rank, if the workers give different `num_workers`.
+
+    Cost:
+        Beside the all-gather an all-reduce of 40 bytes, by which `num_workers` is compared.
     """
-    _check_workers(num_workers, group)
+    _agree_on_workers("allgather", num_workers, group)
     return group.all_gather(x, axis=axis).resolve()
 
 
@@ -469,13 +474,18 @@ def _neighbour(group: ProcessGroup, step: int, which: str) -> int:
     return mine + step
 
 
-def _check_workers(num_workers: int, group: ProcessGroup) -> None:
+def _agree_on_workers(name: str, num_workers: int, group: ProcessGroup) -> None:
+    """Raise on every rank if `num_workers` is not the size of the group on any. Collective."""
     group = _workers(group)
-    if as_int(num_workers, "num_workers", GroupError) != group.size:
-        raise GroupError(
-            f"num_workers is {num_workers}, but group {group.name!r} has {group.size} ranks; give "
-            "group.size, or the group of those workers"
-        )
+
+    def check() -> None:
+        if as_int(num_workers, "num_workers", GroupError) != group.size:
+            raise GroupError(
+                f"num_workers is {num_workers}, but group {group.name!r} has {group.size} ranks; "
+                "give group.size, or the group of those workers"
+            )
+
+    agree_alike(group._core, name, check)
 
 
 def scatter_from_worker0(
@@ -499,7 +509,9 @@ def scatter_from_worker0(
         out: Array for the part. New if None.
 
     Raises:
-        GroupError: If `group` is none, or has another number of ranks than `num_workers`.
+        GroupError: If `group` is none; on every rank, if it has another number of ranks than
+            `num_workers`.
+        MismatchError: On every rank, if the workers give different `num_workers`.
         ShapeError: On every rank, if there is no such axis, or its length is not divisible by
             `num_workers`, or if worker 0 has none. On a worker whose `out` does not fit.
 
@@ -509,7 +521,7 @@ def scatter_from_worker0(
         ...     mm.compat.tvm.scatter_from_worker0(x, mesh.size, 1, group=mesh.group("tp")).shape[0]
         2
     """
-    _check_workers(num_workers, group)
+    _agree_on_workers("scatter_from_worker0", num_workers, group)
     # An array without axes, if worker 0 has none: it is refused on all workers.
     sent = np.empty(()) if x is None and group.rank == 0 else x
     try:

@@ -381,7 +381,7 @@ def test_t20_create_distributed_mesh():
             ValueError, match=r"1 per client \* 4 clients = 4\) must be equal to total size"
         ):
             tf.create_distributed_mesh([("x", 3)])
-        mesh = tf.create_distributed_mesh([("x", 2), ("y", 2)], "M")
+        mesh = tf.create_distributed_mesh([("x", 2), ("y", 2)], "M", ["CPU:0"], "cpu", False)
         assert mesh.live is not None
         rank = mesh.live.rank
         assert (mesh.name, mesh.shape(), mesh.local_device_ids()) == ("M", [2, 2], [rank])
@@ -487,6 +487,10 @@ def test_t27_pack_and_unpack():
         assert tf.unpack(t)[0].tolist() == mine.tolist()
         assert mesh.traffic().total_bytes - before < 100
         assert np.array_equal(t.full(), A)
+        again = tf.pack([mine], layout, check_replicas=True)
+        assert np.array_equal(again.full(), A)
+        with pytest.raises(MismatchError, match=r"ranks 0 and 1 .* \[0:2, 0:4\]"):
+            tf.pack([mine + mesh.rank], layout, check_replicas=True)
         with pytest.raises(ValueError, match="expected 1 inputs to DTensorPack, but got 3"):
             tf.pack([mine] * 3, layout)
         with pytest.raises(ValueError, match="axes"):
@@ -662,6 +666,8 @@ def test_t40_numpy():
         layout = tf.Layout(["x", "unsharded"], mesh)
         t = tf.copy_to_mesh(A, layout)  # pack_numpy
         assert np.array_equal(tf.to_numpy(t), A)
+        at_root = tf.to_numpy(t, root=1)
+        assert np.array_equal(at_root, A) if mesh.rank == 1 else at_root is None
         blocks = tf.unpacked(A, layout)
         assert [one.tolist() for one in blocks] == [A[:3].tolist(), A[3:].tolist()]
         with pytest.raises(ValueError, match="divisible"):

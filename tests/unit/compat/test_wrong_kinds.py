@@ -15,6 +15,8 @@ from mpimesh.errors import (
     MeshError,
     ModuleError,
     MpimeshError,
+    RankError,
+    ShapeError,
     StoreError,
 )
 
@@ -26,12 +28,27 @@ burn, kapsl, shrew, tensorflow, tvm = (
 VALUES = tensorflow.create_mesh({"x": 2})
 AFFINE = kapsl.MeshRouter(mm.Mesh("tp=2,pp=3"), kapsl.RoutingStrategy.SessionAffinity)
 
+
+def dataset(mesh, **options):
+    """A data set of TensorFlow's."""
+    layout = tensorflow.Layout(["dp"], mesh)
+    given = {"layouts": layout, "global_batch_size": 2, "batch_dim": "dp", **options}
+    return tensorflow.DTensorDataset(np.ones(4), mesh=mesh, **given)
+
+
+def pack(mesh, value, **options):
+    """A packed array of which each rank has a copy."""
+    return tensorflow.pack([np.full(2, value)], tensorflow.Layout(["unsharded"], mesh), **options)
+
+
 WITHOUT_RANKS = {
     "dim_names": (MeshError, lambda: tensorflow.Mesh(None, np.arange(1), [0], ["CPU:0"])),
     "ids": (MeshError, lambda: tensorflow.Mesh(["x"], np.array([np.nan]), [0], ["CPU:0"])),
     "local ids": (MeshError, lambda: tensorflow.Mesh(["x"], np.arange(1), [None], ["CPU:0"])),
     "devices": (MeshError, lambda: tensorflow.create_mesh({"x": 1}, devices=5)),
     "device_type": (MeshError, lambda: tensorflow.create_mesh({"x": 1}, device_type=5)),
+    "xla": (MeshError, lambda: tensorflow.create_mesh({"x": 1}, use_xla_spmd=True)),
+    "an xla": (MeshError, lambda: tensorflow.create_mesh({"x": 1}, use_xla_spmd="no")),
     "specs": (LayoutError, lambda: tensorflow.Layout(None, VALUES)),
     "a text of specs": (LayoutError, lambda: tensorflow.Layout("xx", VALUES)),
     "layout": (LayoutError, lambda: tensorflow.Layout.of(None, 2)),
@@ -71,7 +88,14 @@ WITH_A_MESH = {
     "config": (GroupError, lambda mesh: burn.DistributedContext(mesh.group("dp"), 5)),
     "store": (ModuleError, lambda mesh: shrew.reduce_gradients(3, ["a"], group=mesh.group())),
     "params": (ModuleError, lambda mesh: shrew.reduce_gradients({}, "a", group=mesh.group())),
-    "op": (ValueError, lambda mesh: shrew.reduce_gradients({}, ["a"], "x", group=mesh.group())),
+    "names": (ModuleError, lambda mesh: shrew.reduce_gradients({}, [[]], group=mesh.group())),
+    "op": (ModuleError, lambda mesh: shrew.reduce_gradients({}, ["a"], "x", group=mesh.group())),
+    "shrew's group": (ModuleError, lambda mesh: shrew.reduce_gradients({}, ["a"], group=mesh)),
+    "allgather": (GroupError, lambda mesh: tvm.allgather(np.ones(2), "2", group=mesh.group())),
+    "scatter": (GroupError, lambda mesh: tvm.scatter_from_worker0(np.ones(2), 2, group=mesh)),
+    "batched": (ModuleError, lambda mesh: dataset(mesh, dataset_already_batched=np.array([]))),
+    "root": (RankError, lambda mesh: tensorflow.to_numpy(mm.ones(2, mesh, "R"), root=2)),
+    "replicas": (ShapeError, lambda mesh: pack(mesh, 0, check_replicas="no")),
     "timeout": (MeshError, lambda mesh: tensorflow.barrier(mesh, timeout_in_ms="5")),
     "pack": (LayoutError, lambda mesh: tensorflow.pack([np.ones(2)], "dp=S0", mesh=mesh)),
 }
@@ -107,6 +131,34 @@ def test_what_one_rank_alone_has_wrong_is_raised_on_both():
                 tensorflow.initialize_accelerator_system("GPU" if is_wrong else None)
             with pytest.raises(MeshError, match="not initialized"):
                 tensorflow.client()
+            assert tensorflow.initialize_accelerator_system("CPU") == "CPU"
+            for options, text in (
+                ({"mesh_dims": {"x": 3}}, r"must be equal to total size"),
+                ({"mesh_dims": {"x": "3"}}, r"x.*'3'"),
+                ({"local_devices": ["CPU:1"]}, "local_devices"),
+                ({"use_xla_spmd": True}, "XLA"),
+                ({"device_type": "TPU"}, "TPU"),
+            ):
+                with pytest.raises(MpimeshError, match=text):
+                    tensorflow.create_distributed_mesh(**(options if is_wrong else {}))
+            tensorflow.shutdown_accelerator_system()
+            group = mesh.group("dp")
+            with pytest.raises(MpimeshError, match="num_workers is 3"):
+                tvm.allgather(np.ones(2), 3 if is_wrong else 2, group=group)
+            with pytest.raises(MpimeshError, match="num_workers must"):
+                tvm.scatter_from_worker0(None, "2" if is_wrong else 2, group=group)
+            with pytest.raises(MpimeshError, match="params must"):
+                shrew.reduce_gradients({}, 5 if is_wrong else ["a"], group=group)
+            with pytest.raises(MpimeshError, match="op must be"):
+                shrew.reduce_gradients({}, ["a"], "mul" if is_wrong else "sum", group=group)
+            with pytest.raises(MpimeshError, match="Average"):
+                shrew.reduce_gradients({}, ["a"], "average" if is_wrong else "sum", group=group)
+            with pytest.raises(MpimeshError, match="multiple of the 2 ranks"):
+                dataset(mesh, global_batch_size=3 if is_wrong else 2)
+            with pytest.raises(MpimeshError, match="ranks 0 and 1 give different"):
+                pack(mesh, is_wrong, check_replicas=True)
+            with pytest.raises(MpimeshError, match="check_replicas"):
+                pack(mesh, 0, check_replicas=is_wrong)
             return mesh.group("dp").all_reduce(np.ones(1)).resolve().item()
 
     assert mm.run_virtual(2, main) == [2.0, 2.0]
