@@ -172,7 +172,7 @@ test-torch: export PYTHONPATH := $(CURDIR)/.torch
 test-torch: .torch/.done
 	$(call step,tests with PyTorch)
 	$(PY) -m pytest tests/virtual/interop tests/unit/nn/test_torch.py tests/unit/optim --deep $(PYTEST_ARGS)
-	$(PY) -m pytest tests/launch/test_examples.py -k torch --deep $(PYTEST_ARGS)
+	$(PY) -m pytest tests/launch/test_examples.py tests/virtual/docs -k torch --deep $(PYTEST_ARGS)
 	$(VENV)/bin/mpiexec -n 4 $(PY) -m pytest --with-mpi tests/mpi/test_interop_torch.py --deep $(PYTEST_ARGS)
 
 .ucx/.done: $(VENV)/.dev
