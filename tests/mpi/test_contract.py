@@ -41,6 +41,7 @@ def run(name, mode, comm, monkeypatch):
 
 
 @pytest.mark.thin(3)
+@pytest.mark.nprocs(1, 2, 3, 4)
 @pytest.mark.parametrize(("name", "mode"), cases("checked"))
 def test_checked(name, mode, comm, monkeypatch):
     run(name, mode, comm, monkeypatch)
