@@ -272,7 +272,7 @@ def _headline(diagnosis: Diagnosis, findings: Sequence[Finding]) -> Text:
 
 
 def _versions(diagnosis: Diagnosis) -> Table:
-    software, mpi, cuda = diagnosis.software, diagnosis.mpi, diagnosis.cuda
+    software, mpi, toolkit = diagnosis.software, diagnosis.mpi, diagnosis.cuda
     table = _table("", "", header=False)
     table.add_row(
         "mpimesh",
@@ -293,14 +293,15 @@ def _versions(diagnosis: Diagnosis) -> Table:
             f"thread level {mpi.thread_level}, tags to {mpi.tag_limit}, {communicators} "
             f"communicators, {'large counts' if mpi.large_counts else 'counts to 2^31'}",
         )
-    if not cuda.installed:
+    if not toolkit.installed:
         table.add_row("CUDA", "CuPy is not installed")
-    elif cuda.problem:
-        table.add_row("CUDA", Text(cuda.problem, "red"))
+    elif toolkit.problem:
+        table.add_row("CUDA", Text(toolkit.problem, "red"))
     else:
-        nccl = f", NCCL {cuda.nccl}" if cuda.nccl else ""
+        nccl = f", NCCL {toolkit.nccl}" if toolkit.nccl else ""
         table.add_row(
-            "CUDA", f"CuPy {cuda.cupy}, runtime {cuda.runtime}, driver {cuda.driver}{nccl}"
+            "CUDA",
+            f"CuPy {toolkit.cupy}, runtime {toolkit.runtime}, driver {toolkit.driver}{nccl}",
         )
     if diagnosis.ranks[0].settings:
         table.add_row("settings", diagnosis.ranks[0].settings)
