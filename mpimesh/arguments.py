@@ -338,7 +338,7 @@ class MpiOp(Protocol):
 
     @property
     def is_predefined(self) -> bool:
-        """Whether it is one of MPI's own."""
+        """True for an operation that MPI itself defines."""
         ...
 
     def Is_commutative(self) -> bool:

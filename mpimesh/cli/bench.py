@@ -105,7 +105,7 @@ class Collective:
 
     @property
     def cuts(self) -> bool:
-        """Whether the array is cut into blocks for the ranks."""
+        """True if the array is cut into blocks for the ranks."""
         return any(self.blocks) or self.operation == "all_to_all"
 
     def takes(self, nbytes: int, ranks: int) -> bool:
@@ -215,7 +215,7 @@ def round_s(
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was measured of one collective, size and way.
+    """The measurements of one collective at one size by one way.
 
     Attributes:
         operation: The collective.

@@ -475,7 +475,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """Whether one transport may be used for one operation on one kind of memory.
+    """The answer if a transport may be used for an operation on a kind of memory.
 
     Attributes:
         transport: Who moves the bytes, such as ``"mpi_cuda"``.

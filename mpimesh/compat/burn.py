@@ -190,7 +190,7 @@ Gradients = Mapping[DistributedParamId, Array] | Mapping[int, Array]
 
 
 class ReduceOperation(Enum):
-    """What becomes of gradients."""
+    """The operation that reduces gradients."""
 
     Sum = "sum"
     Mean = "mean"
@@ -404,7 +404,7 @@ class DistributedConfig:
     """The configuration of a session.
 
     Attributes:
-        all_reduce_op: What becomes of gradients.
+        all_reduce_op: The operation that reduces gradients.
     """
 
     all_reduce_op: ReduceOperation = ReduceOperation.Mean
@@ -439,7 +439,7 @@ class DistributedContext:
 
     Args:
         group: The ranks.
-        config: What becomes of gradients.
+        config: The operation that reduces gradients.
 
     Raises:
         GroupError: If `group` is none.

@@ -1,8 +1,8 @@
 """shrew's ``shrew::distributed``: pipelines, replicas, and trainers around them.
 
-A stage is :class:`mpimesh.PipelineStage`, and layers are those of :mod:`mpimesh.nn`. Where shrew
-has all stages and replicas in one thread, here each rank has its own, so that a `mesh` says where
-they are.
+Stages and pipelines are :class:`mpimesh.PipelineStage` and :class:`mpimesh.PipelineParallel`, whose
+schedule is 1F1B, and layers are those of :mod:`mpimesh.nn`. Where shrew has all stages and replicas
+in one thread, here each rank has its own, so that a `mesh` says where they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.errors import ModuleError
 from mpimesh.nn import SupportsLayer
 from mpimesh.optim import LossScaler, Optimizer
-from mpimesh.parallel import PipelineStage
+from mpimesh.parallel import PipelineParallel, PipelineStage
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree_alike
 
@@ -39,31 +39,10 @@ __all__ = [
 
 
 class AllReduceOp(Enum):
-    """What becomes of the gradients of one parameter."""
+    """The operation that reduces the gradients of a parameter."""
 
     Sum = "sum"
     Average = "average"
-
-
-class PipelineParallel(parallel.PipelineParallel):
-    """A pipeline that trains by 1F1B; see :class:`mpimesh.PipelineParallel`.
-
-    Args:
-        stages: All stages in order, on every rank.
-        num_micro_batches: Most microbatches of a batch.
-        mesh: The mesh, of whose dim ``"pp"`` each rank runs a stage.
-        **options: As of :class:`mpimesh.PipelineParallel`.
-    """
-
-    def __init__(
-        self,
-        stages: Sequence[PipelineStage],
-        num_micro_batches: int,
-        *,
-        mesh: DeviceMesh,
-        **options: Any,
-    ) -> None:
-        super().__init__(stages, num_micro_batches, mesh=mesh, **options)
 
 
 class DataParallel(parallel.DataParallel):
@@ -181,7 +160,7 @@ class LossScaleConfig:
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionMetrics:
-    """What came of a step.
+    """The results of a step.
 
     Attributes:
         loss: The loss, without the scale.
@@ -251,7 +230,7 @@ class MixedPrecisionTrainer:
         return self.optimizer.skipped_steps
 
     def train_step(self, input: Any, target: Any, loss_fn: Any) -> MixedPrecisionMetrics:  # noqa: A002
-        """Take a step and return what came of it. Collective, as the model's `train_step`."""
+        """Take a step and return its results. Collective, as the model's `train_step`."""
         before = self.skipped_steps
         loss = self.model.train_step(input, target, loss=loss_fn, optimizer=self.optimizer)
         now = self.skipped_steps

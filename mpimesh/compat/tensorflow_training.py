@@ -99,7 +99,7 @@ class Heartbeat:
 
     @property
     def enabled(self) -> bool:
-        """Whether beats do something: the same on all ranks."""
+        """True if beats are exchanged: the same on all ranks."""
         return self._token != 0
 
     def beat(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from zlib import crc32
@@ -152,11 +153,8 @@ class Mesh:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _from_fields, (
-            self.dims,
-            self.ids if self._range is None else self._range,
-            self.name,
-        )
+        ids = self.ids if self._range is None else self._range
+        return partial(Mesh, name=self.name), (self.dims, ids)
 
     # -- other ways to make one ------------------------------------------------
 
@@ -510,10 +508,6 @@ class Mesh:
             if not 0 <= coords[number] < size:
                 raise MeshError(f"coordinate {name}={value} is outside of mesh dim {name}={size}")
         return coords
-
-
-def _from_fields(dims: tuple[MeshDimension, ...], ids: range | Ranks, name: str) -> Mesh:
-    return Mesh(dims, ids, name=name)
 
 
 def _checked_ids(ids: Any) -> range | Ranks:
