@@ -54,8 +54,7 @@ from mpimesh.errors import (
     ShapeError,
     on_all_ranks,
 )
-from mpimesh.layout import Layout as CoreLayout
-from mpimesh.layout import Placement, PlacementLike, Replicate, Shard
+from mpimesh.layout import Layout as CoreLayout, Placement, PlacementLike, Replicate, Shard
 from mpimesh.mesh import DimsLike
 from mpimesh.mesh.dims import parse_dims
 from mpimesh.runtime import DeviceMesh

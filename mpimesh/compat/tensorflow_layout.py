@@ -14,8 +14,7 @@ from mpimesh import mesh as meshes
 from mpimesh.arguments import as_flag, as_int, as_items, check_kind, shown
 from mpimesh.arrays import HostArray
 from mpimesh.errors import LayoutError, MeshError, RankError
-from mpimesh.layout import Layout as CoreLayout
-from mpimesh.layout import Placement, Replicate, Shard
+from mpimesh.layout import Layout as CoreLayout, Placement, Replicate, Shard
 from mpimesh.mesh import DimsLike, MeshDimension
 from mpimesh.mesh.dims import parse_dims
 from mpimesh.runtime import DeviceMesh

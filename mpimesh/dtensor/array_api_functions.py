@@ -18,8 +18,7 @@ from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.joining import flip
 from mpimesh.dtensor.reshape import broadcast_to, expand_dims, shape_tuple, swapaxes
 from mpimesh.dtensor.run import as_tensor, moved_to
-from mpimesh.dtensor.sorting import argsort as argsort_of
-from mpimesh.dtensor.sorting import sort as sort_of
+from mpimesh.dtensor.sorting import argsort as argsort_of, sort as sort_of
 from mpimesh.errors import LayoutError, ShapeError
 from mpimesh.layout import Layout
 from mpimesh.runtime.operands import host_array

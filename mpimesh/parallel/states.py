@@ -8,8 +8,7 @@ it, and where the ranks of a node see values in one memory, each has those that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count as count_up
-from itertools import takewhile
+from itertools import count as count_up, takewhile
 from typing import Any
 
 import numpy as np

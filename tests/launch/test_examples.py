@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.raises import names
-from tests.launch.example_runs import EXAMPLES as FOLDER
-from tests.launch.example_runs import assert_said_once
+from tests.launch.example_runs import EXAMPLES as FOLDER, assert_said_once
 
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 

@@ -8,8 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from mpimesh.comm import regions as work_on_regions
-from mpimesh.comm import routed
+from mpimesh.comm import regions as work_on_regions, routed
 from mpimesh.comm.region_offers import CopyRule
 from mpimesh.comm.shared_window import NOTES
 from mpimesh.errors import MismatchError

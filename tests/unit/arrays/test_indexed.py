@@ -12,8 +12,7 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mpimesh.arrays import indexed
 from mpimesh.arrays.indexed import (

@@ -4,8 +4,7 @@ import gc
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.arrays import ArrayPool, aligned_bytes
 

@@ -8,8 +8,7 @@ import statistics
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mpimesh.arrays.random_bits import WordStream, key_of, natural_log, normal_quantile
 from mpimesh.arrays.random_numbers import (

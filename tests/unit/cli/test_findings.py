@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.cli.facts import Capability, Cuda, Finding, Leftover, Mpi, Rank, Shm, nodes_of
 from mpimesh.cli.findings import crowded, find_findings

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.comm.algorithms import NEVER, OPERATIONS, Algorithms, Row, Sizes, Ways
 from mpimesh.comm.tuner import KeptSizes, crossing, stretch

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.comm.over_nodes import NO_RANK, Rails
 from mpimesh.comm.shared_work import length, windows

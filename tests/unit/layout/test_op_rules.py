@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.errors import LayoutError, ShapeError
 from mpimesh.layout import Layout, Operand, Placement, op_rules, plan_redistribution

@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.errors import LayoutError, UnknownNameError
 from mpimesh.layout import PARTIAL_OPS, Partial, Placement, Replicate, Shard

@@ -6,8 +6,7 @@ from math import prod
 from time import perf_counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.errors import MeshError, WorldSizeError
 from mpimesh.mesh import Mesh, MeshDimension, shapes_that_fit

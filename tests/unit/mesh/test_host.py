@@ -3,8 +3,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.mesh import cpu_device
 from mpimesh.mesh.probe import cpus_of_text, cpus_text, memory_limit_bytes

@@ -6,8 +6,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.errors import MeshError, RankError, UnknownNameError
 from mpimesh.mesh import Mesh, MeshDimension

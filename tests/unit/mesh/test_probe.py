@@ -7,8 +7,7 @@ from time import perf_counter
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.errors import MeshError
 from mpimesh.mesh import Device, DeviceBackend, DeviceInfo, GpuPreference

@@ -5,8 +5,7 @@ import weakref
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh import nn
 from mpimesh.errors import ModuleError, ModuleStateError

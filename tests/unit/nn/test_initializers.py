@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mpimesh.errors import ModuleError
 from mpimesh.nn.initializers import Constant, Normal, Uniform, first_values

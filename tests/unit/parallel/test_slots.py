@@ -6,8 +6,7 @@ import gc
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.arrays import aligned_empty
 from mpimesh.parallel.slots import KEPT_STEPS, SlotPool

@@ -7,8 +7,7 @@ from collections import namedtuple
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.errors import ModuleError, ModuleStateError, ShapeError, TransportError
 from mpimesh.parallel.interface import (

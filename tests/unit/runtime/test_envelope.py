@@ -6,8 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.errors import DTypeError

@@ -7,8 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule import Schedule, auto, make_schedule, schedule_names, simulate, validate

@@ -7,8 +7,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule import Costs, Partition, auto, partition, simulate

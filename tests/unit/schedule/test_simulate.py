@@ -8,8 +8,7 @@ from fractions import Fraction
 from functools import cache
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule import (

@@ -11,8 +11,7 @@ import h5py
 import numpy as np
 import pytest
 import zarr
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import mpimesh as mm
 from mpimesh.errors import (

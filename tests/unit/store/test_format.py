@@ -16,8 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.numpy import save
 
 from mpimesh.errors import DamagedError, DTypeError, StoreError

@@ -11,8 +11,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mpimesh.errors import DamagedError, StoreError
 from mpimesh.layout.boxes import Box, extent, view, whole

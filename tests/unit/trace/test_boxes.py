@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.trace import CATEGORIES, Event
 from mpimesh.trace.timeline import Box, busy_s, merge_events, union_s

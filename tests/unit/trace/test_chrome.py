@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.errors import TraceError
 from mpimesh.schedule import make_schedule, simulate

@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.errors import TraceError
 from mpimesh.trace import CATEGORIES, Event, events_from_json, events_to_json

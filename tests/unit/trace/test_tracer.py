@@ -6,8 +6,7 @@ import threading
 from collections import deque
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mpimesh.errors import TraceError
 from mpimesh.trace import NULL_TRACER, Event, Tracer

@@ -6,8 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mpimesh.errors import AxisError, ShapeError
 from tests.helpers.depth import examples

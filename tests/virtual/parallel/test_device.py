@@ -16,9 +16,7 @@ from tests.devices.fake_cuda import installed
 from tests.helpers.fake_cupy import FakeArray, FakeCupy
 from tests.helpers.parallel_models import batch, make_pipeline, on_ranks
 from tests.helpers.parallel_traps import Trap, assert_nothing_left, error_of, trapped_stages
-from tests.helpers.tensor_models import VOCAB
-from tests.helpers.tensor_models import batch as tokens
-from tests.helpers.tensor_models import layers as split_layers
+from tests.helpers.tensor_models import VOCAB, batch as tokens, layers as split_layers
 
 
 @pytest.fixture

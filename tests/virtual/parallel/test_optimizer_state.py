@@ -18,8 +18,7 @@ from mpimesh.errors import (
     ModuleStateError,
     ShapeError,
 )
-from tests.helpers.parallel_models import assert_equal, make_pipeline, on_ranks
-from tests.helpers.parallel_models import batch as rows
+from tests.helpers.parallel_models import assert_equal, batch as rows, make_pipeline, on_ranks
 from tests.helpers.raises import raises
 from tests.helpers.tensor_models import ROWS, SEED, TOKENS, VOCAB, batch, layers
 

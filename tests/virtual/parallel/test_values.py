@@ -6,8 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mpimesh import nn
 from mpimesh.errors import MismatchError, ModuleError, ShapeError, StageShapeError

@@ -8,8 +8,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import mpimesh as mm
 from mpimesh.errors import MeshError
