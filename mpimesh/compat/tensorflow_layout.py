@@ -68,12 +68,12 @@ class Mesh:
             that are repeated or not in the mesh, and an uneven number of them. It is a ValueError.
 
     Attributes:
-        value: The :class:`mpimesh.Mesh`.
+        mesh: The :class:`mpimesh.Mesh`.
         name: Its name.
         live: The :class:`mpimesh.DeviceMesh` that moves its data, if it has one; not compared.
     """
 
-    value: meshes.Mesh
+    mesh: meshes.Mesh
     name: str
     local_ids: tuple[int, ...]
     local_names: tuple[str, ...]
@@ -170,11 +170,11 @@ class Mesh:
         else:
             kind = "GPU" if all(one.backend.is_gpu for one in mesh.all_devices()) else "CPU"
             job = "localhost" if mesh.world_size == 1 else "worker"
-            names = [full_name(f"{kind}:0", job, rank) for rank in mesh.value.ids.tolist()]
+            names = [full_name(f"{kind}:0", job, rank) for rank in mesh.mesh.ids.tolist()]
             mine = [mesh.offset_of(mesh.rank)] if mesh.contains_rank(mesh.rank) else []
-            value = meshes.Mesh(mesh.value.dims)
+            value = meshes.Mesh(mesh.mesh.dims)
             made._set(value, mesh.name, mine, [names[k] for k in mine], names, mesh)
-            object.__setattr__(made, "value", mesh.value)
+            object.__setattr__(made, "mesh", mesh.mesh)
         return made
 
     @classmethod
@@ -191,12 +191,12 @@ class Mesh:
     @property
     def dim_names(self) -> list[str]:
         """Names of the dims, slowest first."""
-        return [dim.name for dim in self.value.dims]
+        return [dim.name for dim in self.mesh.dims]
 
     @property
     def size(self) -> int:
         """Number of devices."""
-        return self.value.size
+        return self.mesh.size
 
     @property
     def strides(self) -> list[int]:
@@ -205,21 +205,21 @@ class Mesh:
 
     def shape(self) -> list[int]:
         """Return the sizes of the dims."""
-        return [dim.size for dim in self.value.dims]
+        return [dim.size for dim in self.mesh.dims]
 
     def dim_size(self, dim_name: str) -> int:
         """Return the size of a dim; the error of an unknown one lists the dims."""
-        return self.value.dim_size(dim_name)
+        return self.mesh.dim_size(dim_name)
 
     def contains_dim(self, dim_name: str) -> bool:
         """Tell whether there is such a dim."""
-        return self.value.contains_dim(dim_name)
+        return self.mesh.contains_dim(dim_name)
 
     def __contains__(self, dim_name: str) -> bool:
         return self.contains_dim(dim_name)
 
     def __getitem__(self, dim_name: str) -> MeshDimension:
-        return self.value[dim_name]
+        return self.mesh[dim_name]
 
     def coords(self, device_idx: int) -> HostArray:
         """Return ``(offset // strides) % shape``: an offset outside of the mesh wraps."""
@@ -246,7 +246,7 @@ class Mesh:
 
     def min_global_device_id(self) -> int:
         """Return the smallest id."""
-        return self._first(self.value)
+        return self._first(self.mesh)
 
     def global_devices(self) -> list[str]:
         """Return the names of all devices, empty where not known."""
@@ -279,13 +279,13 @@ class Mesh:
 
     def is_single_device(self) -> bool:
         """Tell whether the mesh is one device, without dims."""
-        return not self.value.dims and len(self.local_names) == 1
+        return not self.mesh.dims and len(self.local_names) == 1
 
     @property
     def single_device(self) -> str:
         """The name of the one device."""
         if not self.is_single_device():
-            raise MeshError(f"mesh {self.value.dims_text or '()'} is not a single device")
+            raise MeshError(f"mesh {self.mesh.dims_text or '()'} is not a single device")
         return self.local_names[0]
 
     def use_xla_spmd(self) -> bool:
@@ -301,7 +301,7 @@ class Mesh:
             [one.replace("GPU", "CPU") for one in row]
             for row in (self.local_names, self.global_names)
         )
-        made._set(self.value, "", self.local_ids, local, everyone, self.live)
+        made._set(self.mesh, "", self.local_ids, local, everyone, self.live)
         return made
 
     # -- text ----------------------------------------------------------------------
@@ -317,7 +317,7 @@ class Mesh:
             self.local_names,
             *([self.global_names] * bool(self.global_names)),
         ]
-        return "|".join([self.name, self.value.dims_text, *(",".join(map(str, r)) for r in rows)])
+        return "|".join([self.name, self.mesh.dims_text, *(",".join(map(str, r)) for r in rows)])
 
     @classmethod
     def from_string(cls, text: str) -> Mesh:
@@ -428,7 +428,7 @@ class Layout:
             if not isinstance(spec, str) or spec not in (UNSHARDED, MATCH, *self.mesh.dim_names):
                 raise LayoutError(
                     f"a spec must either be a valid mesh dimension or UNSHARDED, got {shown(spec)} "
-                    f"for axis {axis}; the mesh is {self.mesh.value.dims_text or '()'}"
+                    f"for axis {axis}; the mesh is {self.mesh.mesh.dims_text or '()'}"
                 )
             if spec in self.mesh.dim_names and spec in self.specs[:axis]:
                 raise LayoutError(f"Mesh dimension {spec} was repeated in {list(self.specs)}")

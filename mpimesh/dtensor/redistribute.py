@@ -484,7 +484,7 @@ def _plan(
     nodes: tuple[int, ...],
 ) -> RedistributionPlan:
     # The live mesh as it is has a group for each dim.
-    has_groups = goal is mesh and source.mesh == target.mesh == mesh.value
+    has_groups = goal is mesh and source.mesh == target.mesh == mesh.mesh
     return plan_redistribution(
         source, target, shape, itemsize, nodes=nodes, links=mesh.links, collectives=has_groups
     )
@@ -510,7 +510,7 @@ def _group_of(mesh: DeviceMesh, goal: DeviceMesh) -> tuple[ProcessGroup, Mesh | 
         _check_goal(mesh, goal)
         return mesh._core.everyone, None
     if mesh.contains_rank(mesh.rank):
-        return mesh.group(), mesh.value
+        return mesh.group(), mesh.mesh
     return mesh._core.everyone.alone(), None  # it holds nothing, and takes no part
 
 

@@ -297,7 +297,7 @@ def as_mesh(mesh: object) -> Mesh:
     """
     if isinstance(mesh, Mesh):
         return mesh
-    value = getattr(mesh, "value", None)  # of a live mesh
+    value = None if isinstance(mesh, Layout) else getattr(mesh, "mesh", None)  # of a live mesh
     if isinstance(value, Mesh):
         return value
     raise LayoutError(f"mesh must be a Mesh or a DeviceMesh, got {shown(mesh)}")

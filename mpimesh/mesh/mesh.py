@@ -573,7 +573,7 @@ class _LiveMesh(Protocol):
     """A mesh of ranks that talk to each other: it has a :class:`Mesh`, alike on all of them."""
 
     @property
-    def value(self) -> Mesh: ...
+    def mesh(self) -> Mesh: ...
 
 
 MeshLike: TypeAlias = Mesh | _LiveMesh

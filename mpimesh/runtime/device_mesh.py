@@ -105,11 +105,6 @@ class DeviceMesh:
         return self._core.mesh
 
     @property
-    def value(self) -> Mesh:
-        """The mesh as a value, equal on all ranks: the same as :attr:`mesh`."""
-        return self._core.mesh
-
-    @property
     def name(self) -> str:
         """Name of the mesh."""
         return self._core.mesh.name
@@ -581,7 +576,7 @@ class DeviceMesh:
         """Refuse to be copied or pickled: two meshes cannot own one communicator."""
         raise MeshError(
             f"{self!r} cannot be copied or pickled, for its communicators are this mesh's alone: "
-            "make another with mesh.copy(), which is collective, or pass mesh.value on, the plain "
+            "make another with mesh.copy(), which is collective, or pass mesh.mesh on, the plain "
             "Mesh"
         )
 

@@ -70,8 +70,7 @@ class MeshCore:
 
     Attributes:
         context: What the groups share; :meth:`set_comm` makes another.
-        mesh: The mesh as a value, with this rank as its local one.
-        value: The same without, so that it is equal on all ranks.
+        mesh: The mesh as a value, equal on all ranks.
         topology: The topology that it was made or reshaped from, if it was.
         groups: Its groups; None on a rank that the mesh leaves out.
         devices: The device of each rank.
@@ -81,7 +80,6 @@ class MeshCore:
     """
 
     mesh: Mesh
-    value: Mesh
     topology: MeshTopology | None
     layout_cache: dict[Hashable, Any]
 

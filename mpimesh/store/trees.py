@@ -226,7 +226,7 @@ def mesh_of(tree: Any) -> DeviceMesh | None:
     """
     meshes = [getattr(leaf, "mesh", None) for leaf in _leaves(tree)]
     found = [mesh for mesh in meshes if isinstance(mesh, DeviceMesh)]
-    if len({mesh.value.ids.tobytes() for mesh in found}) > 1:
+    if len({mesh.mesh.ids.tobytes() for mesh in found}) > 1:
         raise StoreError(
             "the tree has arrays on meshes of different ranks: say which ranks save it together, "
             "by mesh="

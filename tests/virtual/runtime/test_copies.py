@@ -39,6 +39,6 @@ def test_a_mesh_a_group_and_a_handle_refuse_to_be_copied(way):
 def test_the_value_of_a_mesh_can_be_pickled():
     def main():
         with mm.DeviceMesh("dp=2") as mesh:
-            return pickle.loads(pickle.dumps(mesh.value)) == mesh.value == copy.deepcopy(mesh.value)
+            return pickle.loads(pickle.dumps(mesh.mesh)) == mesh.mesh == copy.deepcopy(mesh.mesh)
 
     assert mm.run_virtual(2, main) == [True, True]

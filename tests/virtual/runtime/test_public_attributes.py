@@ -16,7 +16,7 @@ NAMES = {
         measure_links mesh name ndim neighbour num_groups offset_of place_in_group rank
         rank_at rank_of reshape set_comm set_rank shape shared_empty size strides
         sync_collective topology total_compute_units total_memory_mb traffic use_device
-        value world_size
+        world_size
     """,
     "ProcessGroup": """
         algorithms all_gather all_gather_init all_reduce all_reduce_init all_to_all

@@ -21,7 +21,7 @@ class Comm:
 def test_each_is_refused_with_its_cure():
     def main():
         with mm.DeviceMesh("dp=2") as mesh:
-            value: Any = mesh.value
+            value: Any = mesh.mesh
             group: Any = mesh.group("dp")
             live: Any = mesh
             comm: Any = Comm()
