@@ -29,7 +29,7 @@ import numpy as np
 
 from mpimesh.arrays.memory import address_of, memory_at
 from mpimesh.arrays.namespace import HostArray
-from mpimesh.comm.doorbell import BELL_BYTES, Doorbell
+from mpimesh.comm.engine import BELL_BYTES, Doorbell
 from mpimesh.errors import TransportError
 
 __all__ = ["Arena", "FreeList", "WarmParts", "bell_of", "map_file"]

@@ -1,4 +1,4 @@
-"""Operations of several steps, moved along by whoever waits.
+"""Operations of several steps, moved along by whoever waits, and the waits.
 
 Some operations cannot be started at once: a receive of unknown size first needs
 the message's header, a checked collective first compares its arguments over the
@@ -11,20 +11,50 @@ MPI itself does.
 Operations on one *chain* (the collectives of one group, the messages of one
 source and tag) run one after the other, so that their steps meet in the same
 order on all ranks. Different chains never wait for each other.
+
+MPI promises progress inside MPI calls only, so a waiting rank has to keep
+testing. Doing that in a tight loop is right for the first microseconds and
+wrong ever after: with more ranks than cores the spinning rank takes the core
+of the one it waits for. So a wait first tests, then tests and yields the core,
+then naps, each nap a tenth of the quiet time so far, or until another rank of
+the node rings.
+
+Quiet, because a large message may be copied piece by piece inside the tests: a
+rank that naps then stops the very transfer it waits for. If the first test after
+a nap has copied what came meanwhile, or an operation of several steps is in its
+next, the rank stays awake for another while.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable
+import ctypes
+import errno
+import os
+import platform
+import time
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import suppress
+from functools import lru_cache
+from itertools import starmap
 from threading import RLock
 from typing import Any, Self, TypeAlias
 
-from mpimesh.comm.doorbell import Doorbell
+import numpy as np
+
+from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.requests import Request
 from mpimesh.errors import MpimeshError
 
-__all__ = ["ProgressEngine", "StagedRequest", "Steps", "run_steps"]
+__all__ = [
+    "BELL_BYTES",
+    "Doorbell",
+    "ProgressEngine",
+    "StagedRequest",
+    "Steps",
+    "poll",
+    "run_steps",
+    "test_often",
+]
 
 Steps: TypeAlias = Generator[Request, None, Any]
 """Yields requests, each to be done before the next step; returns the operation's value."""
@@ -296,3 +326,200 @@ class ProgressEngine:
             except Exception:
                 if not request.settled:
                     raise  # no error of the operation, which goes on
+
+
+# -- waits ---------------------------------------------------------------------------------------
+
+_EAGER_TESTS = 1
+_ALONE: Sequence[tuple[()]] = ((),) * 30
+"""So many first tests, some 20 us; empty tuples, as there is nothing to say to a test."""
+
+_SHARING = 10
+_ONCE: Sequence[tuple[()]] = ((),)
+_OFTEN: Sequence[tuple[()]] = ((),) * 6
+_YIELD_S = 1e-3
+_NAP_SHARE = 0.1
+_LONGEST_NAP_S = 5e-3
+_COPYING_S = 200e-6
+"""Processor time above that of the shortest test of the same wait. A test that copies nothing takes
+up to 100 us after a nap, for its memory is cold; one that does finds all that came in the nap."""
+
+
+def test_often(test: Callable[[], bool], engine: ProgressEngine) -> bool:
+    """Test a few times in a row, and tell whether it was over by then.
+
+    Setting up a wait takes 10 us. Where each rank has a core of its own, most small operations are
+    over by then. Where ranks share cores, who is waited for may need this one.
+    """
+    if test():
+        return True
+    if engine.has_core:
+        return any(starmap(test, _ALONE))
+    for _ in range(_SHARING):
+        os.sched_yield()
+        if test():
+            return True
+    return False
+
+
+def poll(
+    ready: Callable[[], bool],
+    timeout_s: float | None = None,
+    idle: Callable[[], None] | None = None,
+    engine: ProgressEngine | None = None,
+) -> bool:
+    """Call `ready` until it is True or `timeout_s` has passed; return its last answer.
+
+    Args:
+        ready: Tells whether the wait is over.
+        timeout_s: Longest wait; None waits as long as it takes.
+        idle: Called before each nap.
+        engine: What `ready` moves along.
+
+    Cost:
+        A wait of t seconds ends at most ``min(0.1 t, 5 ms)`` late, and one shorter than a
+        millisecond not late at all; nor one that a rank of the same node ends, for it rings.
+    """
+    for _ in range(_EAGER_TESTS):
+        if ready():
+            return True
+    start_s = quiet_since_s = time.perf_counter()
+    limit_s = float("inf") if timeout_s is None else timeout_s
+    steps = 0 if engine is None else engine.steps
+    shortest_s = float("inf")
+    often = _OFTEN if engine is not None and engine.has_core else _ONCE
+    asleep_s = 0.0  # processor time at which a nap began
+    while True:
+        os.sched_yield()
+        begin_s = time.perf_counter()
+        # MPI moves a large message only while it is asked: where that takes time from no other
+        # rank, it is asked more often than the clock is looked at.
+        if any(starmap(ready, often)):
+            return True
+        now_s = time.perf_counter()
+        shortest_s = min(shortest_s, now_s - begin_s)
+        if asleep_s and time.thread_time() - asleep_s > shortest_s + _COPYING_S:
+            quiet_since_s = now_s
+        asleep_s = 0.0
+        if now_s - start_s >= limit_s:
+            return False
+        if engine is not None and engine.steps != steps:
+            steps, quiet_since_s = engine.steps, now_s
+        quiet_s = now_s - quiet_since_s
+        if quiet_s < _YIELD_S:
+            continue
+        if idle is not None:
+            idle()
+        asleep_s = time.thread_time()
+        nap_s = min(_NAP_SHARE * quiet_s, _LONGEST_NAP_S, limit_s - (now_s - start_s))
+        bell = None if engine is None else engine.bell
+        if bell is None:
+            time.sleep(nap_s)
+            continue
+        rung = bell.lie_down()
+        try:
+            if ready():
+                return True
+            if bell.sleep(rung, nap_s):
+                quiet_since_s = time.perf_counter()
+        finally:
+            bell.get_up()
+
+
+# -- a nap that the other ranks of a node can end ------------------------------------------------
+#
+# Who waits for another rank gives the core away, and would notice late that the other has come. So
+# each process has a *bell* in its arena: before it sleeps it says so, and whoever does something
+# that it may be waiting for rings. That costs the ringer a look at one number, and a system call
+# only if somebody is asleep there.
+#
+# The sleeper says that it is asleep, reads how often the bell has rung, looks once more at what it
+# waits for, and sleeps only if the bell has not rung since. The ringer first does what is waited
+# for, and then looks whether somebody is asleep. A processor may let these two looks pass each
+# other; then the nap ends by itself, as it does where what is waited for rings no bell.
+#
+# It is a futex of Linux, by its system call: Python has no such lock between processes.
+
+BELL_BYTES = 128
+"""Two cache lines: how often it has rung, and whether somebody is asleep."""
+
+_ASLEEP_AT = 64
+_CALL_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+_WAIT, _WAKE = 0, 1
+_EVERYBODY = 0x7FFFFFFF
+_NUMBERS = 1 << 32
+
+
+class Doorbell:
+    """The bell of one process: to sleep at, if it is this one's, or to ring.
+
+    Args:
+        memory: `BELL_BYTES` that sleeper and ringers share, zero at first.
+
+    Attributes:
+        asleep: Not zero while the process sleeps.
+    """
+
+    __slots__ = ("_address", "_memory", "_rung", "asleep")
+
+    def __init__(self, memory: HostArray) -> None:
+        self._memory = memory
+        self._address: int = memory.__array_interface__["data"][0]
+        numbers: Any = memory.view(np.uint32)
+        self._rung = memoryview(numbers[:1])
+        self.asleep = memoryview(numbers[_ASLEEP_AT // 4 :][:1])
+
+    @staticmethod
+    def possible() -> bool:
+        """Tell whether this system has what it takes."""
+        return platform.system() == "Linux" and platform.machine() in _CALL_NUMBERS
+
+    # -- the sleeper -----------------------------------------------------------------
+
+    def lie_down(self) -> int:
+        """Say that this process is about to sleep; return what :meth:`sleep` needs."""
+        self.asleep[0] = 1
+        return self._rung[0]
+
+    def sleep(self, rung: int, longest_s: float) -> bool:
+        """Sleep until the bell rings; False if nobody has rung, or a signal ended it."""
+        seconds = int(longest_s)
+        time_left = (ctypes.c_long * 2)(seconds, int((longest_s - seconds) * 1e9))
+        return _futex(self._address, _WAIT, rung, time_left) in (0, errno.EAGAIN)
+
+    def get_up(self) -> None:
+        """Say that it sleeps no more."""
+        self.asleep[0] = 0
+
+    # -- the others ------------------------------------------------------------------
+
+    def ring(self) -> None:
+        """Wake the process up, if it is asleep."""
+        if self.asleep[0]:
+            # Two who ring at once may count as one: it has changed all the same.
+            self._rung[0] = (self._rung[0] + 1) % _NUMBERS
+            _futex(self._address, _WAKE, _EVERYBODY, None)
+
+
+def _futex(address: int, what: int, value: int, time_left: Any) -> int:
+    """Do the system call; return 0, or the number of the error."""
+    call = _call()
+    if call(_CALL_NUMBERS[platform.machine()], address, what, value, time_left, None, 0) >= 0:
+        return 0
+    return ctypes.get_errno()
+
+
+@lru_cache(maxsize=1)
+def _call() -> Any:
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.restype = ctypes.c_long
+    call.argtypes = [
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint32,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint32,
+    ]
+    return call

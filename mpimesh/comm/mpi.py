@@ -22,8 +22,7 @@ from mpi4py import MPI
 
 from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.base import Communicator
-from mpimesh.comm.doorbell import Doorbell
-from mpimesh.comm.engine import Steps
+from mpimesh.comm.engine import Doorbell, Steps, poll
 from mpimesh.comm.regions import FUNCTIONS
 from mpimesh.comm.requests import (
     MAX_USER_TAG,
@@ -36,7 +35,6 @@ from mpimesh.comm.requests import (
     all_done,
     block_slices,
 )
-from mpimesh.comm.waiting import poll
 from mpimesh.errors import TransportError
 
 __all__ = ["CollectiveOrder", "MPICommunicator"]

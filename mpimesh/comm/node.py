@@ -17,6 +17,7 @@ import numpy as np
 
 from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.arena import Arena, bell_of, map_file
+from mpimesh.comm.engine import poll
 from mpimesh.comm.shared_window import (
     STAGE_BYTES,
     SharedWindow,
@@ -25,7 +26,6 @@ from mpimesh.comm.shared_window import (
 )
 from mpimesh.comm.signatures import BOARD_BYTES, Signatures
 from mpimesh.comm.tuner import KeptSizes
-from mpimesh.comm.waiting import poll
 from mpimesh.errors import TransportError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ They run on every communicator, as they need nothing for them but `isend` and `i
     sizes that differ by one element at most; the segments go round, first reduced and then copied:
     ``2 (n - 1)`` steps of one segment, so each rank sends and takes about two arrays in all. With
     fewer elements than ranks it is ``tree(2)``. A reduce-scatter is its first half.
-doubling, of small arrays of devices (`mpi_cuda.py`)
+doubling, of small arrays of devices (`host_strategies.py`)
     Pairs of ranks at distance 1, 2, 4, ... exchange whole arrays: ``log2(n)`` steps.
 
 Each element is reduced in one place, or handed on from where it was, and then copied to the others,

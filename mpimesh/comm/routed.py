@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.algorithms import NEVER, OPERATIONS, Algorithms, Sizes, Ways
-from mpimesh.comm.engine import ProgressEngine, Steps
+from mpimesh.comm.engine import ProgressEngine, Steps, poll
 from mpimesh.comm.mpi import MPICommunicator
 from mpimesh.comm.node import Node, find_neighbours
 from mpimesh.comm.over_nodes import OverNodes, Rails
@@ -25,7 +25,6 @@ from mpimesh.comm.requests import Request
 from mpimesh.comm.shared_collectives import SharedCollectives
 from mpimesh.comm.shared_window import SharedWindow
 from mpimesh.comm.tuner import KeptSizes, measure
-from mpimesh.comm.waiting import poll
 from mpimesh.layout.boxes import Regions
 from mpimesh.settings import Settings
 

@@ -63,7 +63,7 @@ import numpy as np
 
 from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.comm.arena import Arena
-from mpimesh.comm.doorbell import Doorbell
+from mpimesh.comm.engine import Doorbell
 from mpimesh.comm.lending import Lending
 from mpimesh.comm.requests import Condition, Request
 from mpimesh.errors import ClosedError

@@ -26,7 +26,7 @@ from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.algorithms import NEVER, OPERATIONS, Sizes, Ways
 from mpimesh.comm.arena import Arena
 from mpimesh.comm.base import Communicator
-from mpimesh.comm.engine import ProgressEngine
+from mpimesh.comm.engine import ProgressEngine, poll, test_often
 from mpimesh.comm.mpi_environment import (
     cache_folder,
     digest,
@@ -35,7 +35,6 @@ from mpimesh.comm.mpi_environment import (
     write_json,
 )
 from mpimesh.comm.requests import Request
-from mpimesh.comm.waiting import poll, test_often
 
 __all__ = ["KeptSizes", "crossing", "measure", "stretch"]
 

@@ -38,9 +38,9 @@ from mpimesh.arrays import (
     to_numpy,
 )
 from mpimesh.comm import RecvRequest, Request
+from mpimesh.comm.engine import test_often
 from mpimesh.comm.lending import Borrowing, Lending, LendingRow
 from mpimesh.comm.requests import Condition
-from mpimesh.comm.waiting import test_often
 from mpimesh.errors import ShapeError, TransportError
 from mpimesh.parallel.interface import FIRST_PIECE_BYTES, length_of
 from mpimesh.parallel.plans import message_tags

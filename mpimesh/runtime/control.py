@@ -19,7 +19,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from mpimesh.comm import Communicator
-from mpimesh.comm.waiting import poll
+from mpimesh.comm.engine import poll
 from mpimesh.errors import PeerLostError
 from mpimesh.runtime.launch import Launch, exit_status
 from mpimesh.runtime.progress import Wait

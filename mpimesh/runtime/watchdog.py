@@ -22,7 +22,7 @@ from pathlib import Path
 
 from mpimesh.arguments import rank_names, ranks_by_value
 from mpimesh.comm import VirtualCommunicator, VirtualWorld
-from mpimesh.comm.waiting import poll
+from mpimesh.comm.engine import poll
 from mpimesh.errors import CollectiveTimeoutError, on_all_ranks
 from mpimesh.runtime.call import Call, call_site, site_text
 from mpimesh.runtime.control import (

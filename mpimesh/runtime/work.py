@@ -14,8 +14,8 @@ import numpy as np
 from mpimesh.arguments import as_function, as_time
 from mpimesh.arrays import StreamScope
 from mpimesh.comm import Moved, Request, StagedRequest
+from mpimesh.comm.engine import test_often
 from mpimesh.comm.signatures import LAST_SLOT
-from mpimesh.comm.waiting import test_often
 from mpimesh.errors import (
     CollectiveTimeoutError,
     GroupError,

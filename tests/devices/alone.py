@@ -9,7 +9,7 @@ import numpy as np
 from mpimesh.comm import Steps
 from mpimesh.comm.device_communicator import DeviceCommunicator
 from mpimesh.comm.device_strategy import DeviceStrategy
-from mpimesh.comm.staged import Staged
+from mpimesh.comm.host_strategies import Staged
 
 __all__ = ["Alone"]
 

@@ -8,8 +8,8 @@ import pytest
 from mpimesh.comm.cuda_ipc import CudaIpc
 from mpimesh.comm.cuda_probe import PROCESS_PROBE
 from mpimesh.comm.device_communicator import DeviceCommunicator, device_communicator
+from mpimesh.comm.host_strategies import Staged
 from mpimesh.comm.nccl import Nccl
-from mpimesh.comm.staged import Staged
 from mpimesh.errors import GroupError
 from tests.devices.alone import Alone
 from tests.devices.operations import (
@@ -84,7 +84,7 @@ def test_nccl(communicator):
 
 
 def test_cuda_aware_mpi(communicator):
-    from mpimesh.comm.mpi_cuda import MPICuda
+    from mpimesh.comm.host_strategies import MPICuda
 
     results = value(communicator, PROCESS_PROBE.steps(communicator))
     strategy = Alone(communicator, MPICuda(communicator))

@@ -37,14 +37,14 @@ def communicator(comm):
 
 
 def test_staged(communicator):
-    from mpimesh.comm.staged import Staged
+    from mpimesh.comm.host_strategies import Staged
 
     strategy = Alone(communicator, Staged(communicator, stage_bytes=256))
     check_all(strategy, communicator, dtypes=("f4", "c16"), sizes=(0, 50))
 
 
 def test_cuda_aware_mpi(communicator):
-    from mpimesh.comm.mpi_cuda import MPICuda
+    from mpimesh.comm.host_strategies import MPICuda
 
     def proof(operation):
         return ProbeResult(True, "tried here")
@@ -58,7 +58,7 @@ def test_cuda_aware_mpi(communicator):
 
 def test_what_mpi_crashes_in_is_made_of_messages(communicator):
     """As the MPIs from PyPI do on a UCX with CUDA: messages move, and some collectives crash."""
-    from mpimesh.comm.mpi_cuda import MPICuda
+    from mpimesh.comm.host_strategies import MPICuda
 
     def proof(operation):
         return ProbeResult(operation == "messages", f"{operation} crashed")
@@ -75,7 +75,7 @@ def _never(*_):
 
 
 def test_nothing_is_given_to_mpi_that_was_not_proven(communicator):
-    from mpimesh.comm.mpi_cuda import MPICuda
+    from mpimesh.comm.host_strategies import MPICuda
 
     def proof(operation):
         return ProbeResult(operation == "broadcast", f"{operation} crashed")
@@ -118,7 +118,7 @@ def test_messages(communicator, monkeypatch, word):
 
 
 def test_an_mpi_with_few_tags_has_no_device_messages(communicator, monkeypatch):
-    monkeypatch.setattr("mpimesh.comm.device_messages._LAST_TAG", 1 << 40)
+    monkeypatch.setattr("mpimesh.comm.device_communicator._LAST_TAG", 1 << 40)
     with raises(TransportError, 1 << 40):
         device_communicator(communicator).isend(nonsense(1, "f4"), 0, 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpimesh.comm.waiting import poll
+from mpimesh.comm.engine import poll
 from tests.contract.communicators import CHECKS
 
 

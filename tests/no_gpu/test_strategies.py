@@ -11,8 +11,8 @@ import mpimesh as mm
 from mpimesh.cli.examine import measure_device
 from mpimesh.comm.cuda_ipc import CudaIpc
 from mpimesh.comm.device_communicator import DeviceCommunicator, device_communicator
+from mpimesh.comm.host_strategies import Staged
 from mpimesh.comm.nccl import generate_id, nccl_library
-from mpimesh.comm.staged import Staged
 from mpimesh.errors import TransportError
 from mpimesh.mesh import DeviceInfo
 from tests.devices.alone import Alone

@@ -12,8 +12,7 @@ import pytest
 
 from mpimesh.comm import ProgressEngine
 from mpimesh.comm.arena import Arena, bell_of, map_file
-from mpimesh.comm.doorbell import BELL_BYTES, Doorbell
-from mpimesh.comm.waiting import poll
+from mpimesh.comm.engine import BELL_BYTES, Doorbell, poll
 
 pytestmark = pytest.mark.skipif(not Doorbell.possible(), reason="needs futexes")
 

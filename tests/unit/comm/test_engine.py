@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from mpimesh.comm.engine import Moved, ProgressEngine, StagedRequest
-from mpimesh.comm.waiting import test_often as often
+from mpimesh.comm.engine import Moved, ProgressEngine, StagedRequest, test_often as often
 from mpimesh.errors import TransportError
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mpimesh.comm.waiting import poll
+from mpimesh.comm.engine import poll
 
 WAIT_S = 0.3
 

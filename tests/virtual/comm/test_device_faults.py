@@ -17,9 +17,8 @@ from mpimesh.comm.cuda_ipc import CudaIpc, ImportedMemory
 from mpimesh.comm.cuda_probe import ProbeResult
 from mpimesh.comm.device_communicator import DeviceCommunicator, device_communicator
 from mpimesh.comm.device_strategy import CommStream
-from mpimesh.comm.mpi_cuda import MPICuda
+from mpimesh.comm.host_strategies import MPICuda, Staged
 from mpimesh.comm.nccl import Nccl
-from mpimesh.comm.staged import Staged
 from mpimesh.errors import TransportError
 from tests.devices.alone import Alone
 from tests.devices.fake_cuda import address_range, installed

@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 
-from mpimesh.comm.staged import Staged
+from mpimesh.comm.host_strategies import Staged
 from tests.devices.alone import Alone
 from tests.devices.operations import check_all, device, finish, nonsense, same
 from tests.devices.virtual import on_ranks
