@@ -1,17 +1,17 @@
 """Optimizers: they change parameters in place, each rank its own; and schedules of their rates."""
 
-from mpimesh.optim.optimizer import Optimizer
-from mpimesh.optim.optimizers import SGD, Adam, AdamW
-from mpimesh.optim.scaling import LossScaler, clip_grad_norm
-from mpimesh.optim.schedulers import (
+from mpimesh.optim.factors import (
     ConstantLR,
     CosineLR,
     LinearLR,
+    LossScaler,
     LRSchedule,
     LRScheduler,
     OneCycleLR,
     WarmupLR,
+    clip_grad_norm,
 )
+from mpimesh.optim.optimizer import SGD, Adam, AdamW, Optimizer
 
 __all__ = [
     "SGD",

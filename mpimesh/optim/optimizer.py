@@ -1,4 +1,4 @@
-"""The base of the optimizers: state, memory, and the walk over the parameters.
+"""The optimizers: their state, memory and walk over the parameters; SGD, Adam and AdamW.
 
 An optimizer changes parameters in place. Its state is allocated once, at the
 first step of each parameter, and a step goes over a parameter in blocks, so
@@ -18,22 +18,25 @@ from __future__ import annotations
 
 import copy
 import math
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 
-from mpimesh.arguments import as_real
-from mpimesh.arrays.namespace import Array, DType, namespace, to_numpy
+from mpimesh.arguments import as_flag, as_int, as_real
+from mpimesh.arrays.namespace import Array, DType, fused, is_cupy, namespace, to_numpy
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError, tell_elsewhere
 from mpimesh.nn.parameter import Parameter, as_parameters
 
 __all__ = [
     "MASTER",
+    "SGD",
     "TORCH_ATTRIBUTES",
+    "Adam",
+    "AdamW",
     "DecayMask",
     "Optimizer",
     "check_arrays",
@@ -43,6 +46,7 @@ __all__ = [
 ]
 
 _BLOCK_ELEMENTS = 1 << 16
+_MOST_STEPS = 1 << 53  # what a float can count
 
 DecayMask = Callable[[Parameter], bool]
 """Tells whether weight decay is for a parameter."""
@@ -51,14 +55,12 @@ MASTER = "master"
 """Name in a state of the float32 values of a parameter of a smaller dtype."""
 
 
+@dataclass(slots=True)
 class _Slot:
     """The state of one parameter: its own count of steps, and arrays of its size."""
 
-    __slots__ = ("arrays", "steps")
-
-    def __init__(self, arrays: dict[str, Array]) -> None:
-        self.steps = 0
-        self.arrays = arrays
+    arrays: dict[str, Array]
+    steps: int = 0
 
 
 class Optimizer(ABC):
@@ -110,8 +112,9 @@ class Optimizer(ABC):
                 f"such as lambda parameter: len(parameter.shape) > 1; got {decay_mask!r}"
             )
         self.decays: Sequence[bool] = tuple(
-            decay_mask is None or _checked_answer(decay_mask(parameter), parameter)
-            for parameter in self.params
+            decay_mask is None
+            or as_flag(decay_mask(one), f"decay_mask of {one.name!r} {one.shape}", ModuleError)
+            for one in self.params
         )
         self._slots: dict[int, _Slot] = {}
         self._scratch: dict[tuple[ModuleType, DType], Array] = {}
@@ -196,13 +199,14 @@ class Optimizer(ABC):
                 the scale of a loss, or clips. The product is taken in the dtype of the state.
 
         Raises:
-            ModuleStateError: If it has no memory.
-            ShapeError: If its memory is not C-contiguous.
+            MpimeshError: As :meth:`step`.
         """
         parameter = self.params[place]
         if parameter.grad is None or not parameter.requires_grad:
             return
-        slot = self._slot(place)
+        slot = self._slots.get(place)
+        if slot is None:
+            slot = self._slots[place] = self._new_slot(parameter)
         slot.steps += 1
         for data, grad, state, scratch in self._blocks(parameter, slot, float(grad_factor)):
             self._update(data, grad, state, scratch, slot.steps, self.decays[place])
@@ -254,13 +258,10 @@ class Optimizer(ABC):
             raise
 
     def check_state(self, state: Any, params: Sequence[Parameter]) -> dict[str, Any]:
-        """Check that :meth:`load_state_dict` would take a state of these parameters. Local.
-
-        Returns:
-            The numbers in it, as attributes hold them.
+        """Return the numbers in a state of these parameters, as attributes hold them. Local.
 
         Raises:
-            ModuleError: As :meth:`load_state_dict`, and so do DTypeError and ShapeError.
+            MpimeshError: As :meth:`load_state_dict`, if it does not fit.
         """
         _check_layout(type(self).__name__, state, self.numbers, len(params))
         numbers = self._checked_numbers({name: state[name] for name in self.numbers})
@@ -278,15 +279,12 @@ class Optimizer(ABC):
         return numbers
 
     def _checked_numbers(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `numbers` as attributes hold them.
+        """Return `numbers` as attributes hold them, if none is out of range.
 
         Here the rate and the weight decay are checked; a subclass checks what else it has.
-
-        Raises:
-            ModuleError: If one is out of range.
         """
-        plain = {name: numbers[name] for name in ("lr", "weight_decay") if name in numbers}
-        return {**numbers, **{name: check_number(name, value) for name, value in plain.items()}}
+        plain = [name for name in ("lr", "weight_decay") if name in numbers]
+        return {**numbers, **{name: check_number(name, numbers[name]) for name in plain}}
 
     def _set_numbers(self, numbers: Mapping[str, Any]) -> None:
         for name, value in numbers.items():
@@ -295,18 +293,10 @@ class Optimizer(ABC):
     def exchange_params(
         self, params: Iterable[Parameter], decays: Iterable[bool], state: Mapping[str, Any]
     ) -> None:
-        """Go on with other parameters, and the state that they have, under another owner.
+        """Go on with other parameters, whether each decays, and their state, under another owner.
 
         For owners that divide parameters among ranks, and step them by :meth:`step_at` from now on.
-        Nothing is changed if it raises.
-
-        Args:
-            params: The parameters.
-            decays: For each whether weight decay is for it.
-            state: Their state.
-
-        Raises:
-            ModuleError: As :meth:`load_state_dict`, and so do all errors.
+        Nothing is changed if it raises, as :meth:`load_state_dict` does.
         """
         before = self.params, self.decays, self._slots
         self.params, self.decays, self._slots = tuple(params), tuple(decays), {}
@@ -331,12 +321,6 @@ class Optimizer(ABC):
                 array[...] = to_numpy(own[name]) if xp is np else xp.asarray(own[name])
         return slots
 
-    def _slot(self, place: int) -> _Slot:
-        slot = self._slots.get(place)
-        if slot is None:
-            slot = self._slots[place] = self._new_slot(self.params[place])
-        return slot
-
     def _new_slot(self, parameter: Parameter) -> _Slot:
         data = parameter.value()
         zeros = namespace(data).zeros
@@ -358,13 +342,21 @@ class Optimizer(ABC):
         master = slot.arrays[MASTER].reshape(-1) if MASTER in slot.arrays else None
         # A device has no use for blocks: each would cost its own launches.
         length = min(flat.size, _BLOCK_ELEMENTS) if xp is np else flat.size
-        scratch = self._scratch_of(xp, state_dtype(data.dtype), length)
+        dtype = state_dtype(data.dtype)
+        scratch = self._scratch.get((xp, dtype))
+        if scratch is None or scratch.shape[1] < length:
+            # Two more rows for the values and the gradient in another dtype or multiplied.
+            scratch = self._scratch[xp, dtype] = xp.empty((self.num_scratch + 2, length), dtype)
         for start in range(0, flat.size, max(length, 1)):
             block = slice(start, min(start + length, flat.size))
             values, gradient = flat[block], grad[block]
             if master is not None:
-                values = master[block]
-                self._follow(values, flat[block], scratch[-1, : values.size])
+                values, work = master[block], scratch[-1, : values.size]
+                # Where they no longer round to the parameter's, the master values follow those.
+                with np.errstate(over="ignore"):  # what rounds to infinity is infinity there, too
+                    stale = values.astype(data.dtype) != flat[block]
+                work[...] = flat[block]
+                xp.copyto(values, work, where=stale)
             if master is not None or grad_factor != 1.0 or grad.dtype != scratch.dtype:
                 gradient = scratch[-2, : values.size]
                 gradient[...] = grad[block]
@@ -372,22 +364,6 @@ class Optimizer(ABC):
             yield values, gradient, [array[block] for array in state], scratch[:, : values.size]
             if master is not None:
                 flat[block] = values
-
-    @staticmethod
-    def _follow(master: Array, data: Array, work: Array) -> None:
-        """Give `master` the values of `data` where it no longer rounds to them."""
-        xp = namespace(data)
-        with np.errstate(over="ignore"):  # what rounds to infinity is infinity in `data`, too
-            stale = master.astype(data.dtype) != data
-        work[...] = data
-        xp.copyto(master, work, where=stale)
-
-    def _scratch_of(self, xp: ModuleType, dtype: DType, length: int) -> Array:
-        scratch = self._scratch.get((xp, dtype))
-        if scratch is None or scratch.shape[1] < length:
-            # Two more rows for the values and the gradient in another dtype or multiplied.
-            scratch = self._scratch[xp, dtype] = xp.empty((self.num_scratch + 2, length), dtype)
-        return scratch
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy holds: all but the memory to compute in."""
@@ -411,21 +387,8 @@ TORCH_ATTRIBUTES = {
 tell_elsewhere(Optimizer, TORCH_ATTRIBUTES)
 
 
-def _checked_answer(answer: object, parameter: Parameter) -> bool:
-    if isinstance(answer, bool | np.bool_):
-        return bool(answer)
-    raise ModuleError(
-        f"decay_mask must tell True or False of each parameter, got {answer!r} for "
-        f"{parameter.name!r} of shape {parameter.shape}"
-    )
-
-
 def check_number(name: str, value: float, *, below: float = math.inf) -> float:
-    """Return `value` as a float of Python in ``[0, below)``.
-
-    Raises:
-        ModuleError: If it is no such number.
-    """
+    """Return `value` as a float of Python in ``[0, below)``; ModuleError if it is none."""
     return as_real(value, name, ModuleError, least=0, below=below)
 
 
@@ -438,21 +401,9 @@ def state_dtype(dtype: DType) -> DType:
 #
 # Values of arrays are not looked at: a run that diverged has NaN in its state, and may be loaded.
 
-_MOST_STEPS = 1 << 53  # what a float can count
-
 
 def _check_layout(kind: str, state: Any, numbers: Sequence[str], num_params: int) -> None:
-    """Check that a state is of an optimizer of this kind, of so many parameters.
-
-    Args:
-        kind: The name of the optimizer's class.
-        state: The state.
-        numbers: What it has beside the parameters.
-        num_params: How many there are.
-
-    Raises:
-        ModuleError: If it is not, or lacks something.
-    """
+    """Check that a state is of an optimizer of this kind, of so many parameters."""
     if not isinstance(state, Mapping):
         raise ModuleError(
             f"state must be a dict as state_dict() of {kind} gives, got {type(state).__name__}"
@@ -480,39 +431,17 @@ def _check_layout(kind: str, state: Any, numbers: Sequence[str], num_params: int
 
 
 def check_steps(who: str, own: Any) -> int:
-    """Return the count of steps in the state of a parameter.
-
-    Raises:
-        ModuleError: If there is none.
-    """
+    """Return the count of steps in the state of a parameter; ModuleError if there is none."""
     if not isinstance(own, Mapping):
         raise ModuleError(
             f"the state of {who} is a dict of 'steps' and of arrays, got {type(own).__name__}"
         )
-    if "steps" not in own:
-        raise ModuleError(
-            f"the state of {who} lacks 'steps', how often it was stepped; it has {sorted(own)}"
-        )
-    value = own["steps"]
-    try:
-        steps = -1 if isinstance(value, bool | np.bool_) else operator.index(value)
-    except TypeError:
-        steps = -1
-    if not 0 <= steps < _MOST_STEPS:
-        raise ModuleError(
-            f"'steps' in the state of {who} must be a whole number from 0 on, got {value!r}"
-        )
-    return steps
+    name = f"'steps' in the state of {who}, how often it was stepped,"
+    return as_int(own.get("steps"), name, ModuleError, least=0, most=_MOST_STEPS)
 
 
 def check_arrays(who: str, own: Mapping[str, Any], shape: tuple[int, ...] | None) -> None:
-    """Check the arrays in the state of a parameter; shapes not if `shape` is None.
-
-    Raises:
-        ModuleError: If one is no array.
-        DTypeError: If one is not of floating point.
-        ShapeError: If one has another shape.
-    """
+    """Check the arrays in the state of a parameter; their shapes not if `shape` is None."""
     for name, array in own.items():
         if name == "steps":
             continue
@@ -530,3 +459,231 @@ def check_arrays(who: str, own: Mapping[str, Any], shape: tuple[int, ...] | None
                 "one that fits other stages and splits comes from "
                 "ParallelOptimizer.full_state_dict()"
             )
+
+
+# -- stochastic gradient descent, and Adam with decay in the gradient or beside it ----------------
+
+
+class SGD(Optimizer):
+    """Gradient descent, with momentum and decay if asked for.
+
+    With g the gradient, p the parameter, and b the buffer, 0 at first::
+
+        g = g + weight_decay * p
+        b = momentum * b + g
+        p = p - lr * b                      # or, with nesterov
+        p = p - lr * (g + momentum * b)
+
+    Args:
+        params: The parameters.
+        lr: The learning rate.
+        momentum: Share of the buffer that each step keeps, in [0, 1).
+        nesterov: Look one step ahead; needs momentum.
+        weight_decay: Weight of the squared parameters in the loss, twice.
+        decay_mask: Asked once for each parameter whether the decay is for it, such as
+            ``lambda parameter: len(parameter.shape) > 1``, which spares biases and the scales of
+            norms. None is for all.
+
+    Raises:
+        ModuleError: If a number is out of range.
+    """
+
+    numbers = ("lr", "momentum", "nesterov", "weight_decay")
+    num_scratch = 2
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+
+    def __init__(
+        self,
+        params: Iterable[Parameter],
+        *,
+        lr: float,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        decay_mask: DecayMask | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            decay_mask=decay_mask,
+            momentum=momentum,
+            nesterov=nesterov,
+            weight_decay=weight_decay,
+        )
+
+    def _checked_numbers(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        momentum = check_number("momentum", numbers["momentum"], below=1.0)
+        nesterov = as_flag(numbers["nesterov"], "nesterov", ModuleError)
+        if nesterov and not momentum:
+            raise ModuleError("nesterov needs a momentum above 0, got 0")
+        own = {"momentum": momentum, "nesterov": nesterov}
+        return {**super()._checked_numbers(numbers), **own}
+
+    def _state_names(self) -> tuple[str, ...]:
+        return ("momentum",) if self.momentum else ()
+
+    def _update(
+        self,
+        data: Array,
+        grad: Array,
+        state: Sequence[Array],
+        scratch: Array,
+        steps: int,
+        decays: bool,
+    ) -> None:
+        xp = namespace(data)
+        change = grad
+        if self.weight_decay and decays:
+            change = xp.multiply(data, self.weight_decay, out=scratch[0])
+            change += grad
+        if self.momentum:
+            (buffer,) = state
+            buffer *= self.momentum
+            buffer += change
+            if self.nesterov:
+                ahead = xp.multiply(buffer, self.momentum, out=scratch[1])
+                ahead += change
+                change = ahead
+            else:
+                change = buffer
+        data -= xp.multiply(change, self.lr, out=scratch[1])
+
+
+class Adam(Optimizer):
+    """Adam of Kingma and Ba (2015).
+
+    With g the gradient, p the parameter, t its count of steps, and mean and
+    square 0 at first::
+
+        g = g + weight_decay * p
+        mean = beta1 * mean + (1 - beta1) * g
+        square = beta2 * square + (1 - beta2) * g**2
+        p = p - lr / (1 - beta1**t) * mean / (sqrt(square / (1 - beta2**t)) + eps)
+
+    Args:
+        params: The parameters.
+        lr: The learning rate.
+        betas: What each step keeps of the mean and of the square, in [0, 1).
+        eps: Keeps the quotient finite; above 0.
+        weight_decay: Weight of the squared parameters in the loss, twice; None for 0.
+        decay_mask: Asked once for each parameter whether the decay is for it, such as
+            ``lambda parameter: len(parameter.shape) > 1``, which spares biases and the scales of
+            norms. None is for all.
+
+    Raises:
+        ModuleError: If a number is out of range.
+    """
+
+    numbers = ("lr", "betas", "eps", "weight_decay")
+    num_scratch = 2
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    _decoupled = False
+    _usual_decay = 0.0
+
+    def __init__(
+        self,
+        params: Iterable[Parameter],
+        *,
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float | None = None,
+        decay_mask: DecayMask | None = None,
+    ) -> None:
+        decay = self._usual_decay if weight_decay is None else weight_decay
+        super().__init__(
+            params, lr=lr, decay_mask=decay_mask, betas=betas, eps=eps, weight_decay=decay
+        )
+
+    def _checked_numbers(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        betas = numbers["betas"]
+        if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+            raise ModuleError(f"betas must be two numbers, got {betas!r}")
+        eps = check_number("eps", numbers["eps"])
+        if not eps:
+            raise ModuleError("eps must be above 0: a gradient of 0 would give 0 / 0")
+        checked = [check_number(f"betas[{at}]", one, below=1.0) for at, one in enumerate(betas)]
+        return {**super()._checked_numbers(numbers), "betas": tuple(checked), "eps": eps}
+
+    def _state_names(self) -> tuple[str, ...]:
+        return ("mean", "square")
+
+    def _update(
+        self,
+        data: Array,
+        grad: Array,
+        state: Sequence[Array],
+        scratch: Array,
+        steps: int,
+        decays: bool,
+    ) -> None:
+        xp = namespace(data)
+        mean, square = state
+        beta1, beta2 = self.betas
+        weight_decay = self.weight_decay if decays else 0.0
+        if weight_decay and self._decoupled:
+            data *= 1.0 - self.lr * weight_decay
+        elif weight_decay:
+            decayed = xp.multiply(data, weight_decay, out=scratch[1])
+            decayed += grad
+            grad = decayed
+        scale, rate = 1.0 / math.sqrt(1.0 - beta2**steps), self.lr / (1.0 - beta1**steps)
+        if is_cupy(data):
+            betas = (beta1, 1.0 - beta1, beta2, 1.0 - beta2)
+            fused(xp, _adam)(data, grad, mean, square, *betas, scale, self.eps, rate)
+            return
+        work = scratch[0]
+        mean *= beta1
+        mean += xp.multiply(grad, 1.0 - beta1, out=work)
+        square *= beta2
+        xp.multiply(grad, grad, out=work)
+        work *= 1.0 - beta2
+        square += work
+        # lr / correction1 * mean / (sqrt(square) / sqrt(correction2) + eps)
+        xp.sqrt(square, out=work)
+        work *= scale
+        work += self.eps
+        xp.divide(mean, work, out=work)
+        work *= rate
+        data -= work
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay, of Loshchilov and Hutter (2019).
+
+    ``p = (1 - lr * weight_decay) * p`` before Adam's step without decay. Arguments and errors are
+    those of :class:`Adam`; `weight_decay` is the share that a learning rate of 1 would take off,
+    and 0.01 where it is None.
+    """
+
+    _decoupled = True
+    _usual_decay = 0.01
+
+
+def _adam(xp: ModuleType) -> Callable[..., None]:
+    """Return the step as one kernel for CuPy; it changes the data, the mean and the square."""
+
+    def formula(
+        data: Any,
+        grad: Any,
+        mean: Any,
+        square: Any,
+        beta1: float,
+        rest1: float,
+        beta2: float,
+        rest2: float,
+        scale: float,
+        eps: float,
+        rate: float,
+    ) -> None:
+        mean *= beta1
+        mean += grad * rest1
+        square *= beta2
+        square += grad * grad * rest2
+        data -= mean / (xp.sqrt(square) * scale + eps) * rate
+
+    return formula

@@ -11,8 +11,8 @@ from mpimesh.arguments import as_int, shape_of, shown
 from mpimesh.arrays import Array
 from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError, tell_elsewhere
 from mpimesh.optim import LossScaler, Optimizer
+from mpimesh.optim.factors import sum_of_squares
 from mpimesh.optim.optimizer import TORCH_ATTRIBUTES
-from mpimesh.optim.scaling import sum_of_squares
 from mpimesh.parallel.gradients.optimizer_shards import (
     Layouts,
     LentOptimizer,

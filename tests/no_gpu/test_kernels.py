@@ -13,7 +13,7 @@ import pytest
 from mpimesh import nn, optim
 from mpimesh.arrays.namespace import fused
 from mpimesh.nn import activations, attention, norms
-from mpimesh.optim import optimizers
+from mpimesh.optim import optimizer
 from tests.helpers.array_makers import ANY_SHAPE
 from tests.helpers.nn_cases import CASES
 
@@ -21,7 +21,7 @@ DTYPES = ("float16", "float32", "float64")
 _FUSED = (
     *(activations.gelu, activations.gelu_slope),
     *(activations.gelu_tanh, activations.gelu_tanh_slope),
-    *(norms.scale_and_shift, attention.exp_less, optimizers._adam),
+    *(norms.scale_and_shift, attention.exp_less, optimizer._adam),
 )
 
 
@@ -132,7 +132,7 @@ def _run_all_fused(dtype: str) -> list[str]:
     x, column, row = (cupy.ones(shape, dtype) for shape in ((4, 5), (4, 1), (5,)))
     for make in _FUSED:
         formula = fused(cupy, make)
-        if make is optimizers._adam:
+        if make is optimizer._adam:
             formula(x, x + 1, x + 2, x + 3, 0.9, 0.1, 0.99, 0.01, 1.0, 1e-8, 0.1)
         elif make is norms.scale_and_shift:
             formula(x, column, row, row)

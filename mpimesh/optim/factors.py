@@ -1,9 +1,15 @@
-"""Learning rates that depend on the step.
+"""Factors of rates and gradients: schedules by the step, clipping by a norm, the scale of a loss.
 
 A schedule is a value, and a pure function of the step: it gives the share of an optimizer's own
 rate that step t, counted from 0, is done with. So replicas have the same rate without telling each
 other, and a run that goes on has that of the run before. An :class:`LRScheduler` counts the steps
 and sets the rates; what it knows is two numbers and a text for each optimizer.
+
+Gradients of float16 below 6e-8 are 0. So the loss is multiplied by a scale before the backward,
+and the gradients are divided by it, in float32, before they change anything. As large as goes: the
+scale is doubled when nothing has overflowed for a while, and where a gradient is infinite or
+NaN, the step is left out and the scale halved. Scales are powers of two, if they are left so: then
+scaling itself rounds nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +18,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
-from mpimesh.arguments import as_int, as_real, shape_of, shown
+import numpy as np
+
+from mpimesh.arguments import as_flag, as_int, as_real, shape_of, shown
+from mpimesh.arrays.namespace import Array, namespace
 from mpimesh.errors import ModuleError, tell_elsewhere
+from mpimesh.nn.parameter import Parameter, as_parameters
 from mpimesh.optim.optimizer import Optimizer, check_number
 
 __all__ = [
@@ -24,17 +34,210 @@ __all__ = [
     "LRSchedule",
     "LRScheduler",
     "LinearLR",
+    "LossScaler",
     "OneCycleLR",
     "WarmupLR",
+    "clip_grad_norm",
+    "sum_of_squares",
 ]
-
 
 _MOST_STEPS = 1 << 53
 """Exact as a float."""
 
+_BLOCK_ELEMENTS = 1 << 14
+
+
+# -- clipping, and the scale of a loss -----------------------------------------------------------
+
+
+def clip_grad_norm(
+    params: Iterable[Parameter],
+    max_norm: float,
+    *,
+    all_sum: Callable[[float], float] | None = None,
+    copies: Iterable[Parameter] = (),
+) -> float:
+    """Scale all gradients so that their common norm is at most `max_norm`.
+
+    The norm is that of all gradients laid end to end, computed in float64.
+    Where it is infinite or NaN, **the gradients stay as they are**: scaling
+    would turn them all to 0 or NaN. The caller sees it in the result, the same
+    on every rank, and leaves out the step.
+
+    Collective if `all_sum` is: it is called once, also where there are no
+    parameters.
+
+    Args:
+        params: Parameters; one that stands twice counts once, one without a
+            gradient, or frozen, not at all.
+        max_norm: The limit, above 0; ``math.inf`` only measures.
+        all_sum: Adds a number up over the ranks that hold *different*
+            parameters (pipeline stages). Data-parallel ranks hold the same
+            gradients once they are reduced and must not be added.
+        copies: Of `params`, those that another rank of `all_sum` counts: their
+            gradients are scaled, too, but not part of this rank's sum.
+
+    Returns:
+        The norm before clipping.
+
+    Raises:
+        ModuleError: If `max_norm` is not above 0.
+    """
+    max_norm = as_real(max_norm, "max_norm", ModuleError, above=0, finite=False)
+    params, copies = as_parameters(params, "parameters"), as_parameters(copies, "copies")
+    if all_sum is not None and not callable(all_sum):
+        raise ModuleError(f"all_sum must be a function of a number, or None, got {shown(all_sum)}")
+    elsewhere = {id(parameter) for parameter in copies}
+    trained = {
+        id(parameter): parameter
+        for parameter in params
+        if parameter.requires_grad and parameter.grad is not None
+    }
+    # Added up where the gradients live: a device is waited for once, not for each.
+    counted = (one.grad for key, one in trained.items() if key not in elsewhere)
+    squares = float(sum(map(sum_of_squares, counted), start=0.0))
+    if all_sum is not None:
+        squares = float(all_sum(squares))
+    norm = math.sqrt(squares) if squares >= 0 else math.nan
+    if max_norm < norm < math.inf:
+        factor = max_norm / norm
+        for grad in [one.grad for one in trained.values()]:
+            grad *= factor
+    return norm
+
+
+def sum_of_squares(grad: Array) -> Array:
+    """Return the sum of squares as a float64 of the array's library."""
+    xp = namespace(grad)
+    flat = grad.reshape(-1)
+    length = _BLOCK_ELEMENTS if xp is np else max(flat.size, 1)
+    total = xp.zeros((), xp.float64)
+    for start in range(0, flat.size, length):
+        block = flat[start : start + length].astype(xp.float64, copy=False)
+        total += xp.dot(block, block)
+    return total
+
+
+class LossScaler:
+    """The dynamic loss scale of mixed precision; what PyTorch calls a GradScaler.
+
+    Local: it is a number and some counts. Whoever steps asks all ranks whether any gradient has
+    overflowed and tells each rank's scaler the same, see
+    :class:`~mpimesh.parallel.ParallelOptimizer`.
+
+    Args:
+        scale: The first scale.
+        growth: What the scale is multiplied by after `growth_interval` good steps; 1 keeps it.
+        backoff: What it is multiplied by after an overflow; 1 keeps it.
+        growth_interval: Steps without an overflow in a row before it grows.
+        min_scale: It gets no smaller.
+        max_scale: It gets no larger.
+
+    Attributes:
+        scale: The scale now.
+        good_steps: Steps in a row without an overflow since the scale last changed.
+        skipped_steps: Steps that were left out, of all.
+
+    Raises:
+        ModuleError: If a number is out of range.
+
+    Example:
+        >>> scaler = optim.LossScaler(scale=8.0, growth_interval=2)
+        >>> for overflowed in (False, False, True):
+        ...     scaler.update(overflowed)
+        ...     print(scaler.scale)
+        8.0
+        16.0
+        8.0
+        >>> scaler.skipped_steps
+        1
+    """
+
+    def __init__(
+        self,
+        scale: float = 2.0**16,
+        *,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**32,
+    ) -> None:
+        self.growth = check_number("growth", growth)
+        self.backoff = check_number("backoff", backoff)
+        self.min_scale = check_number("min_scale", min_scale)
+        self.max_scale = check_number("max_scale", max_scale)
+        self.scale = check_number("scale", scale)
+        self.growth_interval = as_int(growth_interval, "growth_interval", ModuleError, least=1)
+        if not 0 < self.backoff <= 1 <= self.growth:
+            raise ModuleError(
+                f"an overflow makes the scale smaller and good steps make it larger: backoff must "
+                f"be in (0, 1] and growth at least 1, got {backoff!r} and {growth!r}"
+            )
+        if not 0 < self.min_scale <= self.scale <= self.max_scale:
+            raise ModuleError(
+                f"a loss scale is above 0 and between min_scale and max_scale, got {scale!r}, "
+                f"{min_scale!r} and {max_scale!r}"
+            )
+        self.good_steps = 0
+        self.skipped_steps = 0
+
+    def update(self, overflowed: bool) -> None:
+        """Take note of a step: that it was done, or left out because a gradient overflowed."""
+        if as_flag(overflowed, "overflowed", ModuleError):
+            self.skipped_steps += 1
+            self.good_steps = 0
+            self.scale = max(self.scale * self.backoff, self.min_scale)
+            return
+        self.good_steps += 1
+        if self.good_steps >= self.growth_interval:
+            self.good_steps = 0
+            self.scale = min(self.scale * self.growth, self.max_scale)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the scale and the counts."""
+        return {
+            "scale": self.scale,
+            "good_steps": self.good_steps,
+            "skipped_steps": self.skipped_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave.
+
+        Raises:
+            ModuleError: If something is missing or out of range; then nothing is changed.
+        """
+        scale, *counts = _entries(state, "scale", "good_steps", "skipped_steps", of="a LossScaler")
+        scale = as_real(scale, "scale in state", ModuleError, above=0)
+        good_steps = as_int(counts[0], "good_steps in state", ModuleError, least=0)
+        skipped_steps = as_int(counts[1], "skipped_steps in state", ModuleError, least=0)
+        if not self.min_scale <= scale <= self.max_scale:
+            raise ModuleError(
+                f"the scale of this LossScaler is between {self.min_scale:g} and "
+                f"{self.max_scale:g}, got {scale:g}"
+            )
+        self.scale, self.good_steps, self.skipped_steps = scale, good_steps, skipped_steps
+
+    def __repr__(self) -> str:
+        return f"LossScaler({self.scale:g}, {self.skipped_steps} steps skipped)"
+
+
+def _entries(state: object, *names: str, of: str) -> list[Any]:
+    """Return the entries of a state, if it has all of these."""
+    if not isinstance(state, Mapping) or any(name not in state for name in names):
+        raise ModuleError(
+            f"state must be a dict of {', '.join(names)}, as state_dict() of {of} gives, got "
+            f"{shown(state)}"
+        )
+    return [state[name] for name in names]
+
+
+# -- learning rates that depend on the step ------------------------------------------------------
+
 
 class LRSchedule(ABC):
-    """Share of an optimizer's own learning rate as a function of the step.
+    """Share of an optimizer's own learning rate as a function of the step; a dataclass.
 
     Its steps are whole numbers, of which there is at least one; its other numbers are shares, not
     negative. The text form of a schedule parses back.
@@ -44,22 +247,21 @@ class LRSchedule(ABC):
     """
 
     __slots__ = ()
+    _least_steps: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        # Checked numbers become those of Python.
+        for name in [field.name for field in fields(self)]:  # type: ignore[arg-type]
+            value, what = getattr(self, name), f"{name} of {type(self).__name__}"
+            if name == "steps":
+                value = as_int(value, what, ModuleError, least=self._least_steps, most=_MOST_STEPS)
+            elif name != "then":
+                value = as_real(value, what, ModuleError, least=0)
+            object.__setattr__(self, name, value)
 
     @abstractmethod
     def __call__(self, step: int) -> float:
         """Return the share for a step, counted from 0."""
-
-
-def _check(schedule: Any, *, least_steps: int = 1) -> None:
-    """Check the numbers of a schedule, and keep them as those of Python."""
-    for field in fields(schedule):
-        value = getattr(schedule, field.name)
-        name = f"{field.name} of {type(schedule).__name__}"
-        if field.name == "steps":
-            value = as_int(value, name, ModuleError, least=least_steps, most=_MOST_STEPS)
-        elif field.name != "then":
-            value = as_real(value, name, ModuleError, least=0)
-        object.__setattr__(schedule, field.name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +273,6 @@ class ConstantLR(LRSchedule):
     """
 
     share: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check(self)
 
     def __call__(self, step: int) -> float:
         """Return the share for a step, counted from 0."""
@@ -96,9 +295,6 @@ class LinearLR(LRSchedule):
     start: float = 1.0
     end: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check(self)
-
     def __call__(self, step: int) -> float:
         """Return the share for a step, counted from 0."""
         return self.start + (self.end - self.start) * (min(step, self.steps) / self.steps)
@@ -118,9 +314,6 @@ class CosineLR(LRSchedule):
 
     steps: int
     end: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check(self)
 
     def __call__(self, step: int) -> float:
         """Return the share for a step, counted from 0."""
@@ -144,8 +337,10 @@ class WarmupLR(LRSchedule):
     then: LRSchedule = ConstantLR()
     start: float = 0.0
 
+    _least_steps: ClassVar[int] = 0
+
     def __post_init__(self) -> None:
-        _check(self, least_steps=0)
+        LRSchedule.__post_init__(self)
         if not isinstance(self.then, LRSchedule):
             raise ModuleError(
                 "WarmupLR: then must be a schedule, such as optim.CosineLR(1000), got "
@@ -180,7 +375,7 @@ class OneCycleLR(LRSchedule):
     end: float = 1 / 250_000
 
     def __post_init__(self) -> None:
-        _check(self)
+        LRSchedule.__post_init__(self)
         if self.warmup > 1:
             raise ModuleError(f"OneCycleLR: warmup is a share of the steps, got {self.warmup!r}")
 
@@ -201,10 +396,9 @@ class SupportsOptimizers(Protocol):
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """The optimizers."""
-        ...
 
 
-Scheduled: TypeAlias = "Optimizer | SupportsOptimizers"
+Scheduled: TypeAlias = Optimizer | SupportsOptimizers
 
 
 class LRScheduler:
@@ -287,27 +481,24 @@ class LRScheduler:
             ModuleError: If something is missing or out of range, or if it is of another schedule
                 or number of optimizers; then nothing is changed.
         """
-        names = ("num_steps", "base_lrs", "schedule")
-        if not isinstance(state, Mapping) or any(name not in state for name in names):
-            raise ModuleError(
-                f"state must be a dict of {', '.join(names)}, as state_dict() of an LRScheduler "
-                f"gives, got {shown(state)}"
-            )
-        text, own = str(state["schedule"]), _text_of(self.schedule)
+        num_steps, rates, schedule = _entries(
+            state, "num_steps", "base_lrs", "schedule", of="an LRScheduler"
+        )
+        text, own = str(schedule), _text_of(self.schedule)
         if text != own:
             raise ModuleError(
                 f"the state is of the schedule {text}, and this LRScheduler has {own}: make it "
                 "with the same one"
             )
-        num_steps = as_int(state["num_steps"], "num_steps in state", ModuleError, least=0)
+        num_steps = as_int(num_steps, "num_steps in state", ModuleError, least=0)
         try:
-            base_lrs = [check_number("base_lrs in state", lr) for lr in state["base_lrs"]]
+            base_lrs = [check_number("base_lrs in state", lr) for lr in rates]
         except TypeError:
             base_lrs = []
         if len(base_lrs) != len(self._optimizers):
             raise ModuleError(
                 f"base_lrs in state must hold a rate for each of {len(self._optimizers)} "
-                f"optimizers, got {shown(state['base_lrs'])}"
+                f"optimizers, got {shown(rates)}"
             )
         self._set(num_steps, base_lrs)
 
