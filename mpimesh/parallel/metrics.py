@@ -10,7 +10,7 @@ from typing import TypeAlias
 from mpimesh.arguments import as_function, as_int, as_real, check_kind
 from mpimesh.errors import MeshError
 from mpimesh.runtime import DeviceMesh
-from mpimesh.trace.log import log
+from mpimesh.trace.tracer import log
 
 __all__ = ["MetricsCallback", "TrainingMetrics"]
 

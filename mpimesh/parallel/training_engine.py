@@ -53,7 +53,7 @@ from mpimesh.parallel.tensor_model import TensorModel, who_holds
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call
-from mpimesh.trace import NULL_TRACER, NullTracer, Tracer
+from mpimesh.trace import NULL_TRACER, Tracer
 
 __all__ = ["Options", "TrainingEngine"]
 
@@ -143,7 +143,7 @@ class Options:
             float_dtype(self.grad_dtype, what=GRAD_DTYPE)
         if not hasattr(self.xp, "ndarray"):
             raise ModuleError(f"xp must be numpy or cupy, got {shown(self.xp)}")
-        if not isinstance(self.tracer, Tracer | NullTracer | None):
+        if not isinstance(self.tracer, Tracer | None):
             raise ModuleError(f"tracer must be a Tracer or None, got {shown(self.tracer)}")
 
 

@@ -114,7 +114,10 @@ def _draw_boxes(bars: Iterable[_Bar], row: _RankRow, *, tips: bool) -> list[str]
         x, width = row.x(bar.start_s), row.x(bar.end_s) - row.x(bar.start_s)
         visible = width - min(_HAIR, 0.2 * width)
         if tips:
-            parts.append(_box(bar, row, x, visible))
+            took, start = svg.duration(bar.end_s - bar.start_s), svg.duration(bar.start_s)
+            tip, kind = f"{bar.action}: {took} from {start}", bar.action.kind
+            box = (x, row.y, visible, row.height, _fill(*bar.colour))
+            parts.append(svg.rect(*box, kind=kind, radius=1.5, tip=tip))
         else:
             stroke = f"M{x:.1f} 0h{visible:.1f}"
             strokes.setdefault(_fill(*bar.colour), []).append(stroke)
@@ -130,16 +133,6 @@ def _draw_boxes(bars: Iterable[_Bar], row: _RankRow, *, tips: bool) -> list[str]
             f'stroke="{colour}" stroke-width="{svg.number(row.height)}" d="{"".join(one)}"/>'
         )
     return parts + numbers
-
-
-def _box(bar: _Bar, row: _RankRow, x: float, width: float) -> str:
-    took, start = svg.duration(bar.end_s - bar.start_s), svg.duration(bar.start_s)
-    return (
-        f'<rect class="{bar.action.kind}" x="{svg.number(x)}" y="{svg.number(row.y)}" '
-        f'width="{svg.number(width)}" height="{svg.number(row.height)}" rx="1.5" '
-        f'fill="{_fill(*bar.colour)}">'
-        f"<title>{bar.action}: {took} from {start}</title></rect>"
-    )
 
 
 def _draw_columns(
@@ -273,7 +266,7 @@ def schedule_svg(
         svg.text(_SIDE, 34, title, size=17, weight="600"),
         svg.text(_SIDE, 54, _summary(tables), size=12.5, fill=svg.MUTED),
         *_legend(bars, merged=merged),
-        *_axis(frame),
+        *svg.time_axis(frame.left, frame.right, frame.tops[0], frame.bottom, frame.span_s),
     ]
     tips = sum(counts) <= _MOST_TIPS
     for number, (name, table) in enumerate(tables.items()):
@@ -398,18 +391,12 @@ def _legend(bars: list[list[list[_Bar]]], *, merged: bool) -> list[str]:
     for kind, label in _LABELS.items():
         chunks = sorted(chunk for one, chunk in present if one is kind)
         for chunk in chunks:
-            parts.append(
-                f'<rect class="legend" x="{svg.number(x)}" y="74" width="14" height="12" rx="2" '
-                f'fill="{_fill(kind, chunk)}"/>'
-            )
+            parts.append(svg.rect(x, 74, 14, 12, _fill(kind, chunk), kind="legend", radius=2))
             x += 16
         if chunks:
             parts.append(svg.text(x + 4, 84.5, label, size=12))
             x += svg.text_width(label, 12) + 20
-    parts.append(
-        f'<rect class="legend" x="{svg.number(x)}" y="74" width="14" height="12" rx="2" '
-        f'fill="{_IDLE}" stroke="{svg.FRAME}"/>'
-    )
+    parts.append(svg.rect(x, 74, 14, 12, _IDLE, kind="legend", radius=2, stroke=svg.FRAME))
     parts.append(svg.text(x + 20, 84.5, "idle", size=12))
     x += 66
     notes = ["peak: most activations kept"]
@@ -418,21 +405,6 @@ def _legend(bars: list[list[list[_Bar]]], *, merged: bool) -> list[str]:
     if merged:
         notes.append("heights: shares of the time")
     parts.append(svg.text(x, 84.5, " · ".join(notes), size=12, fill=svg.MUTED))
-    return parts
-
-
-def _axis(frame: _Grid) -> list[str]:
-    factor, unit = svg.time_unit(frame.span_s)
-    most = max(2, int((frame.right - frame.left) / 90))
-    ticks = svg.nice_ticks(0.0, frame.span_s * factor, most)
-    parts: list[str] = []
-    for tick, label in zip(ticks, svg.tick_labels(ticks), strict=True):
-        x = frame.x(tick / factor)
-        parts.append(svg.line(x, frame.tops[0] - 4, x, frame.bottom + 5))
-        y = frame.bottom + 20
-        parts.append(svg.text(x, y, label, size=11, anchor="middle", fill=svg.MUTED))
-    middle, y = (frame.left + frame.right) / 2, frame.bottom + 38
-    parts.append(svg.text(middle, y, f"time in {unit}", size=11, anchor="middle", fill=svg.MUTED))
     return parts
 
 
@@ -446,13 +418,10 @@ def _panel(frame: _Grid, number: int, name: str, table: Timetable) -> Iterator[s
     for end, label in ((frame.right + 42, "idle"), (frame.right + _NUMBERS, "peak")):
         yield svg.text(end, above, label, size=11, anchor="end", fill=svg.MUTED)
     size = min(12.0, frame.height)
-    ground = svg.number(frame.x(float(table.step_s)) - frame.left)
+    ground = frame.x(float(table.step_s)) - frame.left
     for rank in _ranks(table):
         y = frame.y(number, rank)
-        yield (
-            f'<rect class="idle" x="{svg.number(frame.left)}" y="{svg.number(y)}" '
-            f'width="{ground}" height="{svg.number(frame.height)}" fill="{_IDLE}"/>'
-        )
+        yield svg.rect(frame.left, y, ground, frame.height, _IDLE, kind="idle")
         middle = y + frame.height / 2 + 0.36 * size
         yield svg.text(frame.left - 10, middle, f"rank {rank}", size=size, anchor="end")
         idle = f"{100 * table.idle_fraction(rank):.0f} %"

@@ -20,7 +20,7 @@ from mpimesh.store.format import MANIFEST
 from mpimesh.store.loading import Verify, load
 from mpimesh.store.saving import FILE_BYTES, save, settle
 from mpimesh.store.together import agreed, as_store_error, ranks_of_job
-from mpimesh.trace.log import log
+from mpimesh.trace.tracer import log
 
 __all__ = ["Checkpoints", "DamagedCheckpointWarning", "LeftCheckpointWarning", "steps_in"]
 

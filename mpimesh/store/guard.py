@@ -18,7 +18,7 @@ from mpimesh.runtime.agreement import PlannedMax
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.device_mesh import DeviceMesh
 from mpimesh.runtime.world import exit_all
-from mpimesh.trace.log import log
+from mpimesh.trace.tracer import log
 
 __all__ = ["RunGuard", "run_guard"]
 

@@ -60,7 +60,7 @@ from mpimesh.store.writing import (
     manifest_of,
     num_pieces,
 )
-from mpimesh.trace.log import log
+from mpimesh.trace.tracer import log
 
 __all__ = ["FILE_BYTES", "save", "settle"]
 

@@ -70,10 +70,8 @@ def blocks_svg(
         (top, bottom), (left, right) = box if len(box) == 2 else ((0, 1), box[0])
         x, y = 1 + left / columns * width, 1 + top / rows * height
         w, h = (right - left) / columns * width, (bottom - top) / rows * height
-        parts.append(
-            f'<rect x="{svg.number(x)}" y="{svg.number(y)}" width="{svg.number(w)}" '
-            f'height="{svg.number(h)}" fill="{_FILLS[place % len(_FILLS)]}" stroke="{svg.INK}"/>'
-        )
+        fill = _FILLS[place % len(_FILLS)]
+        parts.append(svg.rect(x, y, w, h, fill, stroke=svg.INK))
         if svg.text_width(label, 12) < w and h >= 14:
             parts.append(svg.text(x + w / 2, y + h / 2 + 4, label, anchor="middle"))
     return (

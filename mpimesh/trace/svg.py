@@ -22,10 +22,12 @@ __all__ = [
     "nice_ticks",
     "number",
     "plain",
+    "rect",
     "smooth",
     "text",
     "text_width",
     "tick_labels",
+    "time_axis",
     "time_unit",
 ]
 
@@ -84,6 +86,29 @@ def line(x1: float, y1: float, x2: float, y2: float, *, stroke: str = GRID) -> s
     )
 
 
+def rect(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str,
+    *,
+    kind: str = "",
+    stroke: str = "",
+    radius: float = 0.0,
+    tip: str = "",
+) -> str:
+    """Return a box of the class `kind`, which shows `tip` where one points at it."""
+    described = f' class="{kind}"' if kind else ""
+    rounded = f' rx="{number(radius)}"' if radius else ""
+    framed = f' stroke="{stroke}"' if stroke else ""
+    inside = f"><title>{plain(tip)}</title></rect>" if tip else "/>"
+    return (
+        f'<rect{described} x="{number(x)}" y="{number(y)}" width="{number(width)}" '
+        f'height="{number(height)}"{rounded} fill="{fill}"{framed}{inside}'
+    )
+
+
 def document(width: float, height: float, title: str, body: list[str]) -> str:
     """Return a whole SVG file with a background."""
     size = f'width="{number(width)}" height="{number(height)}"'
@@ -132,6 +157,20 @@ def time_unit(span_s: float) -> tuple[float, str]:
     if span_s >= 10:
         return 1.0, "s"
     return (1e3, "ms") if span_s >= 1e-3 else (1e6, "µs")
+
+
+def time_axis(left: float, right: float, top: float, bottom: float, span_s: float) -> list[str]:
+    """Draw an axis of `span_s` seconds from 0, with a line at each tick from `top` to `bottom`."""
+    factor, unit = time_unit(span_s)
+    ticks = nice_ticks(0.0, span_s * factor, max(2, int((right - left) / 90)))
+    parts: list[str] = []
+    for tick, label in zip(ticks, tick_labels(ticks), strict=True):
+        x = left + tick / (factor * span_s) * (right - left)
+        parts.append(line(x, top - 4, x, bottom + 5))
+        parts.append(text(x, bottom + 20, label, size=11, anchor="middle", fill=MUTED))
+    middle, name = (left + right) / 2, f"time in {unit}"
+    parts.append(text(middle, bottom + 38, name, size=11, anchor="middle", fill=MUTED))
+    return parts
 
 
 def duration(seconds: float) -> str:

@@ -182,10 +182,7 @@ def _legend(rows: Mapping[int, list[Event]]) -> list[str]:
             continue
         style = _STYLES[category]
         height, y = (5, 78) if style.beside else (12, 74)
-        parts.append(
-            f'<rect class="legend" x="{svg.number(x)}" y="{y}" width="16" height="{height}" '
-            f'rx="2" fill="{style.fill}"/>'
-        )
+        parts.append(svg.rect(x, y, 16, height, style.fill, kind="legend", radius=2))
         parts.append(svg.text(x + 22, 84.5, style.label, size=12))
         x += 22 + svg.text_width(style.label, 12) + 18
     return parts
@@ -193,10 +190,9 @@ def _legend(rows: Mapping[int, list[Event]]) -> list[str]:
 
 def _background(frame: _Frame, names: list[str], busy: list[float]) -> list[str]:
     """The rows' grounds, the time axis, and what stands at both sides of the rows."""
-    width = svg.number(frame.right - frame.left)
+    width, height = frame.right - frame.left, frame.row_height
     parts = [
-        f'<rect class="idle" x="{svg.number(frame.left)}" y="{svg.number(frame.y(row))}" '
-        f'width="{width}" height="{svg.number(frame.row_height)}" fill="{_IDLE}"/>'
+        svg.rect(frame.left, frame.y(row), width, height, _IDLE, kind="idle")
         for row in range(frame.num_ranks)
     ]
     size = min(12.0, frame.row_height)
@@ -208,24 +204,7 @@ def _background(frame: _Frame, names: list[str], busy: list[float]) -> list[str]
     if names:
         y = frame.top - 8
         parts.append(svg.text(frame.right + 46, y, "busy", size=11, anchor="end", fill=svg.MUTED))
-        parts += _axis(frame)
-    return parts
-
-
-def _axis(frame: _Frame) -> list[str]:
-    factor, unit = svg.time_unit(frame.span_s)
-    most = max(2, int((frame.right - frame.left) / 90))
-    ticks = svg.nice_ticks(0.0, frame.span_s * factor, most)
-    parts: list[str] = []
-    for tick, label in zip(ticks, svg.tick_labels(ticks), strict=True):
-        x = frame.x(frame.start_s + tick / factor)
-        parts.append(svg.line(x, frame.top - 4, x, frame.bottom + 5))
-        parts.append(
-            svg.text(x, frame.bottom + 20, label, size=11, anchor="middle", fill=svg.MUTED)
-        )
-    y = frame.bottom + 38
-    middle = (frame.left + frame.right) / 2
-    parts.append(svg.text(middle, y, f"time in {unit}", size=11, anchor="middle", fill=svg.MUTED))
+        parts += svg.time_axis(frame.left, frame.right, frame.top, frame.bottom, frame.span_s)
     return parts
 
 
@@ -272,12 +251,8 @@ def _box(frame: _Frame, event: Event, y: float, height: float) -> list[str]:
     style = _STYLES[event.category]
     x, width = frame.x(event.start_s), event.duration_s / frame.seconds_per_pixel
     shown = width - 0.8  # a hair of ground between neighbours of one colour
-    round_corners = ' rx="1.5"' if height >= 8 else ""
-    parts = [
-        f'<rect class="{event.category}" x="{svg.number(x)}" y="{svg.number(y)}" '
-        f'width="{svg.number(shown)}" height="{svg.number(height)}"{round_corners} '
-        f'fill="{style.fill}"><title>{svg.plain(_tip(frame, event))}</title></rect>'
-    ]
+    radius, tip = 1.5 if height >= 8 else 0.0, _tip(frame, event)
+    parts = [svg.rect(x, y, shown, height, style.fill, kind=event.category, radius=radius, tip=tip)]
     label = _label(event)
     size = min(12.0, height - 1)
     if label and size >= 8 and svg.text_width(label, size) + 3 <= width:

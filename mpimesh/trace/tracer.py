@@ -1,12 +1,14 @@
-"""Events of a rank, and the ring of fixed size that records them at about a microsecond each."""
+"""Events of a rank, the ring that records them at about a microsecond each, and the log."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
+from operator import itemgetter
 from types import TracebackType
 from typing import Any, Literal, get_args
 
@@ -18,12 +20,12 @@ __all__ = [
     "NULL_TRACER",
     "Category",
     "Event",
-    "NullTracer",
     "Span",
     "Tracer",
     "check_category",
     "events_from_json",
     "events_to_json",
+    "log",
     "shift_events",
 ]
 
@@ -162,10 +164,10 @@ def events_from_json(text: str | bytes) -> list[Event]:
 def _read_row(row: Sequence[Any], number: int) -> Event:
     if not isinstance(row, list) or len(row) != len(_FIELDS):
         raise TraceError(f"row {number} of events must be a list of {len(_FIELDS)}, got {row!r}")
-    for field, value in zip(_FIELDS, row, strict=True):
+    for name, value in zip(_FIELDS, row, strict=True):
         # bool is a kind of int, but no field is true or false.
-        if not isinstance(value, _TYPES[field]) or isinstance(value, bool):
-            raise TraceError(f"row {number} of events: {field} cannot be {value!r}")
+        if not isinstance(value, _TYPES[name]) or isinstance(value, bool):
+            raise TraceError(f"row {number} of events: {name} cannot be {value!r}")
     try:
         return Event(*row)
     except TraceError as error:
@@ -273,7 +275,7 @@ class Tracer:
         A span is recorded when it ends, so it comes after the spans inside it.
         """
         entries = [entry for entry in self._slots.copy() if entry is not None]
-        entries.sort(key=_sequence_number)
+        entries.sort(key=itemgetter(0))  # by sequence number
         return [Event(self.rank, *entry[1:]) for entry in entries]
 
     def clear(self) -> None:
@@ -282,10 +284,7 @@ class Tracer:
         self._count = 0
 
 
-def _sequence_number(entry: _Entry) -> int:
-    return entry[0]
-
-
+@dataclass(slots=True, eq=False)
 class Span:
     """The time between ``with`` and the end of its body, see :meth:`Tracer.span`.
 
@@ -293,24 +292,13 @@ class Span:
         nbytes: Bytes moved in the body.
     """
 
-    __slots__ = ("_category", "_microbatch", "_name", "_stage", "_start_s", "_tracer", "nbytes")
-
-    def __init__(
-        self,
-        tracer: Tracer,
-        name: str,
-        category: Category,
-        nbytes: int,
-        stage: int | None,
-        microbatch: int | None,
-    ) -> None:
-        self._tracer = tracer
-        self._name = name
-        self._category: Category = category
-        self._stage = stage
-        self._microbatch = microbatch
-        self._start_s = 0.0
-        self.nbytes = nbytes
+    _tracer: Tracer
+    _name: str
+    _category: Category
+    nbytes: int
+    _stage: int | None
+    _microbatch: int | None
+    _start_s: float = field(init=False)
 
     def __enter__(self) -> Span:
         self._start_s = self._tracer.clock()
@@ -334,62 +322,29 @@ class Span:
         )
 
 
-class _NullSpan(Span):
+class _NullTracer(Tracer):
     __slots__ = ()
-
-    def __enter__(self) -> Span:
-        return self
-
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        pass
-
-
-class NullTracer(Tracer):
-    """A tracer that keeps nothing and reads no clock; use :data:`NULL_TRACER`."""
-
-    __slots__ = ("_span",)
 
     enabled = False
 
-    def __init__(self) -> None:
-        super().__init__(0, capacity=1, clock=_no_time)
-        self._span = _NullSpan(self, "", "other", 0, None, None)
-
-    def record(
-        self,
-        name: str,
-        category: Category,
-        *,
-        start_s: float,
-        duration_s: float,
-        nbytes: int = 0,
-        stage: int | None = None,
-        microbatch: int | None = None,
-        message: str | None = None,
-    ) -> None:
+    def record(self, *_values: Any, **_details: Any) -> None:
         """Do nothing."""
 
-    def span(
-        self,
-        name: str,
-        category: Category,
-        *,
-        nbytes: int = 0,
-        stage: int | None = None,
-        microbatch: int | None = None,
-    ) -> Span:
-        """Return the one span that records nothing."""
-        return self._span
+
+#: Stands where nothing is to be recorded: it keeps nothing and reads no clock, so all may share it.
+NULL_TRACER = _NullTracer(0, capacity=1, clock=float)
 
 
-def _no_time() -> float:
-    return 0.0
+# -- Python's logging -----------------------------------------------------------------------------
+
+_LOGGER = logging.getLogger("mpimesh")
+_LOGGER.addHandler(logging.NullHandler())
 
 
-#: Stands where nothing is to be recorded. It keeps nothing, so all may share it.
-NULL_TRACER = NullTracer()
+def log(level: int, rank: int, message: str, *values: object) -> None:
+    """Make a record of what the library does on `rank`, with the attribute `rank`.
+
+    It is made under the name ``mpimesh``; nothing is shown unless users say so.
+    """
+    if _LOGGER.isEnabledFor(level):
+        _LOGGER.log(level, message, *values, extra={"rank": rank}, stacklevel=2)

@@ -49,7 +49,7 @@ from mpimesh.parallel.replicas import agree_parameters, agree_touched, live_mesh
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
-from mpimesh.trace import NULL_TRACER, NullTracer, Tracer
+from mpimesh.trace import NULL_TRACER, Tracer
 
 __all__ = ["BUCKET_BYTES", "GRAD_DTYPE", "GROUP", "GradientBuckets"]
 
@@ -137,7 +137,7 @@ class GradientBuckets:
         if self._op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ModuleError(f"op must be 'sum' or 'mean' of gradients, got {shown(op)}")
         self._overlap = as_flag(overlap, "overlap", ModuleError)
-        if not isinstance(tracer, Tracer | NullTracer):
+        if not isinstance(tracer, Tracer):
             raise ModuleError(f"tracer must be a Tracer, got {shown(tracer)}")
         listed = list(as_parameters(parameters, "parameters"))
         if names is not None:
