@@ -26,23 +26,25 @@ on several ranks, see :func:`mpimesh.testing.launch.launch`.
 
 from __future__ import annotations
 
-import hashlib
+import faulthandler
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterator
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
+from mpimesh.arguments import rank_names, ranks_by_value
 from mpimesh.runtime.world import current_world
 from mpimesh.testing import launch as launch_module
-from mpimesh.testing.agreement import Agreement
 from mpimesh.testing.launch import LaunchResult, Program
-from mpimesh.testing.limit import TimeLimit
-from mpimesh.testing.outcome import Outcome, agree
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 _PLUGIN_NAME = "mpimesh_ranks"
+_FIRST_NAP_S = 0.0002
+_LONGEST_NAP_S = 0.003
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,12 +67,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "nprocs(*sizes): world sizes that the test runs in")
     config.addinivalue_line("markers", "limit(seconds): time limit of one test under mpiexec")
     if config.getoption("--with-mpi", default=False):
-        agreement = Agreement()
-        if agreement.rank:
+        # Importing MPI starts it: only a run that has several ranks may come here.
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.rank:
             _keep_quiet(config)
-        if agreement.size > 1:
+        if MPI.COMM_WORLD.size > 1:
             _keep_apart(config)
-        config.pluginmanager.register(_RanksPlugin(config, agreement), _PLUGIN_NAME)
+        config.pluginmanager.register(_RanksPlugin(config, MPI.COMM_WORLD.Dup()), _PLUGIN_NAME)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -136,20 +142,33 @@ def _keep_apart(config: pytest.Config) -> None:
 class _RanksPlugin:
     """The hooks of one run under mpiexec."""
 
-    def __init__(self, config: pytest.Config, agreement: Agreement) -> None:
-        self._agreement = agreement
+    def __init__(self, config: pytest.Config, comm: MPI.Intracomm) -> None:
+        # Of the plugin alone, so that it never meets a message of the test.
+        self._comm = comm
         self._limit_s = float(config.getini("limit_s"))
         # While plugins are configured nothing is captured: this is the real stderr.
         self._stderr_fd = os.dup(sys.stderr.fileno())
-        who = f"rank {agreement.rank} of {agreement.size}"
-        self._limit = TimeLimit(fd=self._stderr_fd, who=who)
+        who = f"rank {comm.rank} of {comm.size}"
+        self._limit = _TimeLimit(fd=self._stderr_fd, who=who)
         # Pytest fails the test in which a thread has raised; the job goes on.
         current_world().threads_may_fail = True
 
     def close(self) -> None:
         self._limit.stop()
-        self._agreement.close()
+        self._comm.Free()
         os.close(self._stderr_fd)
+
+    def _all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, in rank order. Collective.
+
+        It naps while it waits: a test suite runs more ranks than there are cores, and a rank that
+        spins takes the core from the rank it waits for.
+        """
+        here, nap_s = self._comm.Ibarrier(), _FIRST_NAP_S
+        while not here.Test():
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        return self._comm.allgather(value)
 
     # -- collection ---------------------------------------------------------------
 
@@ -161,32 +180,27 @@ class _RanksPlugin:
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
         """Deselect the tests that are for other world sizes."""
-        other = [item for item in items if not _runs_at(item, self._agreement.size)]
+        other = [item for item in items if not _runs_at(item, self._comm.size)]
         if other:
             config.hook.pytest_deselected(items=other)
-            items[:] = [item for item in items if _runs_at(item, self._agreement.size)]
+            items[:] = [item for item in items if _runs_at(item, self._comm.size)]
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Refuse to start unless all ranks are about to run the same tests."""
         ids = [item.nodeid for item in session.items]
-        digest = hashlib.sha256("\n".join(ids).encode()).hexdigest()
-        everywhere = self._agreement.all_gather([digest, session.testsfailed])
-        if any(found != everywhere[0] for found in everywhere):
-            raise pytest.UsageError(self._differences(ids, [failed for _, failed in everywhere]))
+        collected = self._all_gather((ids, session.testsfailed))
+        if any(found != collected[0] for found in collected):
+            common = set.intersection(*(set(found) for found, _ in collected))
+            lines = ["the ranks collected different tests:"]
+            for rank, (found, errors) in enumerate(collected):
+                extra = [name for name in found if name not in common][:3]
+                lines.append(
+                    f"rank {rank}: {len(found)} tests, {errors} errors"
+                    + (f", not on all ranks: {', '.join(extra)}" if extra else "")
+                )
+            raise pytest.UsageError("\n  ".join(lines))
         self._limit.stop()
-
-    def _differences(self, ids: list[str], failed: list[int]) -> str:
-        lists: list[list[str]] = self._agreement.all_gather(ids)
-        common = set.intersection(*(set(one) for one in lists))
-        lines = ["the ranks collected different tests:"]
-        for rank, (one, errors) in enumerate(zip(lists, failed, strict=True)):
-            extra = [name for name in one if name not in common]
-            lines.append(
-                f"rank {rank}: {len(one)} tests, {errors} errors"
-                + (f", not on all ranks: {', '.join(extra[:3])}" if extra else "")
-            )
-        return "\n  ".join(lines)
 
     # -- tests --------------------------------------------------------------------
 
@@ -207,13 +221,9 @@ class _RanksPlugin:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Replace this rank's outcome by the one that all ranks agree on."""
         report = yield
-        outcomes = [
-            Outcome.from_json(fields)
-            for fields in self._agreement.all_gather(Outcome.of(report).to_json())
-        ]
-        agree(report, outcomes)
-        if report.failed and self._agreement.rank == 0:
-            self._limit.note(f"{report.nodeid}: {report.longrepr}")
+        _agree(report, self._all_gather(_Outcome.of(report)))
+        if report.failed and self._comm.rank == 0:
+            self._limit.notes.append(f"{report.nodeid}: {report.longrepr}")
         return report
 
     # -- the ways out that other ranks would not notice -----------------------------
@@ -223,14 +233,181 @@ class _RanksPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_internalerror(self, excrepr: object) -> None:
-        os.write(self._stderr_fd, f"rank {self._agreement.rank}: {excrepr}\n".encode())
+        os.write(self._stderr_fd, f"rank {self._comm.rank}: {excrepr}\n".encode())
         self._abort(pytest.ExitCode.INTERNAL_ERROR)
 
     def _abort(self, code: int) -> None:
-        if self._agreement.size > 1:
-            self._agreement.abort(int(code))
+        if self._comm.size > 1:
+            self._comm.Abort(int(code))
 
 
 def _runs_at(item: pytest.Item, size: int) -> bool:
     marker = item.get_closest_marker("nprocs")
     return marker is None or size in marker.args
+
+
+# -- the outcome of a phase of a test --------------------------------------------------------------
+
+# One rank failed, so the test failed. A test that is skipped, or fails as expected, does so on all
+# ranks or on none; otherwise it failed too, because the ranks that went on would wait for those
+# that did not.
+
+_MOST_CHARACTERS = 20_000
+_MOST_TEXTS = 3
+
+
+class _Outcome(NamedTuple):
+    """One rank's side of a report.
+
+    Attributes:
+        kind: ``"passed"``, ``"failed"``, ``"skipped"``, ``"xfailed"`` or ``"xpassed"``.
+        headline: The line that says what went wrong; empty if nothing did.
+        text: Traceback and captured output; empty unless the test failed.
+    """
+
+    kind: str
+    headline: str = ""
+    text: str = ""
+
+    @classmethod
+    def of(cls, report: pytest.TestReport) -> _Outcome:
+        """Read this rank's outcome off its report."""
+        if report.failed:
+            captured = "".join(
+                f"\n{title:-^70}\n{content}" for title, content in report.sections if content
+            )
+            crash: Any = getattr(report.longrepr, "reprcrash", None)
+            message = str(crash.message) if crash is not None else report.longreprtext
+            text = (report.longreprtext + captured)[-_MOST_CHARACTERS:]
+            return cls("failed", message.strip().partition("\n")[0], text)
+        if hasattr(report, "wasxfail"):
+            return cls("xfailed" if report.skipped else "xpassed")
+        return cls(report.outcome)
+
+
+class _RanksFailure(str):
+    """The failure of a test on some of the ranks, as pytest shows it."""
+
+    __slots__ = ()
+
+    @property
+    def reprcrash(self) -> SimpleNamespace:
+        """The message of pytest's short summary: the first line, which tells the first failure.
+
+        The summary cuts a text to the terminal's width, but not where it thinks it is in
+        CI (the variable `CI`): the whole of every rank's traceback would stand there again.
+        """
+        return SimpleNamespace(message=self.partition("\n")[0])
+
+    def toterminal(self, tw: Any) -> None:
+        """Write the text to pytest's terminal writer."""
+        tw.line(self)
+
+
+def _agree(report: pytest.TestReport, outcomes: Sequence[_Outcome]) -> None:
+    """Write into `report` what `outcomes`, one per rank, make together.
+
+    The result is the same on every rank that was given the same `outcomes`.
+    """
+    kinds = [outcome.kind for outcome in outcomes]
+    if "failed" in kinds:
+        _fail(report, _failure_text(outcomes))
+    elif len(set(kinds)) > 1:
+        each = ", ".join(f"rank {rank} {kind}" for rank, kind in enumerate(kinds))
+        _fail(report, f"the ranks disagree on this test, it must end alike on all: {each}")
+
+
+def _fail(report: pytest.TestReport, text: str) -> None:
+    report.outcome = "failed"
+    report.longrepr = _RanksFailure(text)
+    # The outputs are in the text, each under its rank.
+    report.sections = []
+    if hasattr(report, "wasxfail"):
+        del report.wasxfail
+
+
+def _failure_text(outcomes: Sequence[_Outcome]) -> str:
+    """Join the failing ranks' texts, equal ones once, after a line that tells the first."""
+    failed = [rank for rank, outcome in enumerate(outcomes) if outcome.kind == "failed"]
+    ranks_of = ranks_by_value((rank, outcomes[rank].text) for rank in failed)
+    where = f"{rank_names(failed)} of {len(outcomes)}"
+    parts = [f"on {where}: {outcomes[failed[0]].headline}"]
+    for place, (text, ranks) in enumerate(ranks_of.items()):
+        parts.append(f"{f' {rank_names(ranks)} ':=^70}")
+        parts.append(text if place < _MOST_TEXTS else outcomes[ranks[0]].headline)
+    return "\n".join(parts)
+
+
+# -- the time limit --------------------------------------------------------------------------------
+
+_EXIT_CODE = 70
+"""Exit code of a process that ran past its limit."""
+
+# The ranks of a job meet their limits a little apart; each should have its say first.
+_LAST_WORDS_S = 1.0
+_BACKSTOP_S = 5.0
+_MACHINERY = (f"{os.sep}_pytest{os.sep}", f"{os.sep}pluggy{os.sep}", "<frozen runpy>")
+
+
+class _TimeLimit:
+    """One clock for one process; started for one piece of work after the other.
+
+    A rank that hangs inside MPI sees neither signals nor exceptions. So the limit is a thread of
+    its own that writes where every thread stands and ends the process, which makes the launcher
+    end the other ranks. Should that thread not get the interpreter's lock, `faulthandler`, which
+    needs none, ends the process later.
+
+    Args:
+        fd: File descriptor that the report goes to.
+        who: How the report calls this process, for instance ``"rank 1 of 4"``.
+
+    Attributes:
+        notes: Texts that a report begins with, of failures that pytest would show at the end.
+    """
+
+    def __init__(self, *, fd: int, who: str) -> None:
+        self._fd = fd
+        self._who = who
+        self._timer: threading.Timer | None = None
+        self.notes: list[str] = []
+
+    def start(self, what: str, limit_s: float) -> None:
+        """Give `what` at most `limit_s` seconds from now on."""
+        self.stop()
+        faulthandler.dump_traceback_later(limit_s + _BACKSTOP_S, exit=True, file=self._fd)
+        self._timer = threading.Timer(limit_s, self._end, (what, limit_s))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def stop(self) -> None:
+        """The work has ended in time."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            faulthandler.cancel_dump_traceback_later()
+
+    def _end(self, what: str, limit_s: float) -> None:
+        notes = "".join(f"\n{note}\n" for note in self.notes)
+        report = f"{notes}\n{self._who}: {what} ran past its limit of {limit_s:g} s\n{_stacks()}"
+        # One write, so that the reports of several ranks do not mix.
+        os.write(self._fd, report.encode(errors="replace"))
+        time.sleep(_LAST_WORDS_S)
+        os._exit(_EXIT_CODE)
+
+
+def _stacks() -> str:
+    """Where each thread but this one stands, without the test runner's own frames."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    text = []
+    for ident, frame in sys._current_frames().items():
+        if ident == threading.get_ident():
+            continue
+        stack = [
+            entry
+            for entry in traceback.extract_stack(frame)
+            if not any(part in entry.filename for part in _MACHINERY)
+            and Path(entry.filename).name != "runpy.py"
+        ]
+        text.append(f"  thread {names.get(ident, ident)}:\n")
+        text.extend(traceback.format_list(stack))
+    return "".join(text)

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 
 from mpimesh.errors import DTypeError
-from mpimesh.testing.fake_device import FakeDeviceArray
 from tests.contract.cases import same, values
 from tests.contract.meshes import mesh_of
 from tests.contract.oracle import joined, reduced
 from tests.helpers.fake_cupy import FakeArray, FakeCupy
+from tests.helpers.fake_device import FakeDeviceArray
 from tests.helpers.raises import raises
 
 

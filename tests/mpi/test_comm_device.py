@@ -10,7 +10,6 @@ from mpimesh.comm.cuda_probe import ProbeResult
 from mpimesh.comm.device_communicator import DeviceCommunicator, device_communicator
 from mpimesh.comm.device_strategy import PARAMETERS
 from mpimesh.errors import TransportError
-from mpimesh.testing.fake_device import FakeDeviceArray
 from tests.devices.alone import Alone
 from tests.devices.fake_cuda import installed
 from tests.devices.operations import (
@@ -22,6 +21,7 @@ from tests.devices.operations import (
     numbers,
     same,
 )
+from tests.helpers.fake_device import FakeDeviceArray
 from tests.helpers.raises import raises
 
 

@@ -11,7 +11,6 @@ import pytest
 from mpimesh.comm import cuda_ipc
 from mpimesh.comm.device_communicator import DeviceCommunicator, device_communicator
 from mpimesh.errors import DTypeError, GroupError, ShapeError, TransportError
-from mpimesh.testing.fake_device import FakeDeviceArray
 from tests.devices.fake_cuda import address_range
 from tests.devices.operations import (
     check_all,
@@ -23,6 +22,7 @@ from tests.devices.operations import (
     same,
 )
 from tests.devices.virtual import on_ranks
+from tests.helpers.fake_device import FakeDeviceArray
 from tests.helpers.raises import raises
 
 
