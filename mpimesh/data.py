@@ -147,7 +147,7 @@ class Batches:
                 "dim": self._dim,
             }
 
-        told = agree_alike(self._mesh.group()._core, "data.Batches", arguments)
+        told = agree_alike(self._mesh.group(), "data.Batches", arguments)
         self.rows: int = told["rows"]
         self.batch_size: int = told["batch_size"]
         self.parts: int = told["parts"]
@@ -298,7 +298,7 @@ class Batches:
             except ModuleError as error:
                 problem = error
         call = Call("Batches.next", self._mesh.group().name)
-        told = agree(self._mesh.group()._core, call, mine, problem=problem)
+        told = agree(self._mesh.group(), call, mine, problem=problem)
         forms = [Structure.from_json(one[0]) for one in told if one is not None]
         if any(form != forms[0] for form in forms):
             rows = "\n".join(

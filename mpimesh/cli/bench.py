@@ -401,7 +401,7 @@ def run_bench(
             )
         rank = mesh.rank
         problem = _unwritable(csv_path, svg_path) if rank == 0 else ""
-        found = agree(group._core, "the cores of the ranks", [_node(), _cores(), problem])
+        found = agree(group, "the cores of the ranks", [_node(), _cores(), problem])
         if found[0][2]:
             raise InputError(found[0][2])
         places = [(node, cores) for node, cores, _ in found]

@@ -38,7 +38,6 @@ from mpimesh.errors import MpimeshError, SettingsError, TransportError
 from mpimesh.runtime import DeviceMesh, Launch, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.link_speeds import best_s, ping_pong
-from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.world import solo_communicator
 from mpimesh.settings import Settings
 
@@ -129,12 +128,11 @@ def _open_world(mpi: Mpi) -> Communicator:
 class _World(NamedTuple):
     """All ranks, before there is a mesh."""
 
-    progress: Progress
     communicator: Communicator
 
 
 def _everyone(communicator: Communicator, value: Any) -> list[Any]:
-    return agree(_World(Progress(), communicator), "the doctor", value)
+    return agree(_World(communicator), "the doctor", value)
 
 
 def _local_rank(places: Sequence[tuple[str, int | None]], rank: int) -> int:

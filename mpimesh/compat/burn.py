@@ -586,7 +586,7 @@ def register(mesh: DeviceMesh, config: CollectiveConfig | None = None) -> Proces
         number = mesh.world_size if number is None else number
         return range(as_int(number, "num_devices", GroupError, least=1))
 
-    return mesh.add_group("collective", agree_alike(mesh.group()._core, "register", ranks))
+    return mesh.add_group("collective", agree_alike(mesh.group(), "register", ranks))
 
 
 def finish_collective(group: ProcessGroup) -> None:
@@ -643,7 +643,7 @@ def _agree(group: ProcessGroup, lines: list[str], task: str) -> None:
     digests = group.all_gather(np.array([digest_bits(text, 63)])).resolve()
     if (digests == digests[0]).all():
         return
-    everyone = agree(group._core, Call(task, group.name), lines)
+    everyone = agree(group, Call(task, group.name), lines)
     common = set(everyone[0]).intersection(*everyone)
     rows = []
     for rank, there in enumerate(everyone):

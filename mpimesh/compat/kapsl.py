@@ -108,7 +108,7 @@ class DeviceMesh(runtime.DeviceMesh):
                 )
 
         try:
-            agree_alike(mesh.group()._core, "with_topology", check)
+            agree_alike(mesh.group(), "with_topology", check)
         except Exception:
             mesh.close()
             raise

@@ -114,7 +114,7 @@ def reduce_gradients(
             check_kind(name, str, "a name of params", ModuleError, wanted="a text")
         return _as_op(op), {name: store.get(name) for name in names}
 
-    op, mine = agree_alike(group._core, "reduce_gradients", checked, lambda made: str(made[0]))
+    op, mine = agree_alike(group, "reduce_gradients", checked, lambda made: str(made[0]))
     sums = parallel.reduce_gradients(mine, group, divisor=1)
     if op is AllReduceOp.Average:
         here = {name: np.ones(()) for name, one in mine.items() if one is not None}

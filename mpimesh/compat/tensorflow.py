@@ -167,7 +167,7 @@ def initialize_accelerator_system(device_type: str | None = None) -> str:
                 raise MeshError(f"device_type {kind} is asked for, but the ranks have {found}")
             return kind
 
-        kind = agree_alike(mesh.group()._core, "initialize_accelerator_system", chosen)
+        kind = agree_alike(mesh.group(), "initialize_accelerator_system", chosen)
         _CLIENTS[world] = Client(mesh.rank, mesh.world_size, kind, mesh.hosts)
     return kind
 
@@ -225,7 +225,7 @@ def create_distributed_mesh(
         return [(dim.name, size) for dim, size in zip(dims, shape, strict=True)]
 
     with DeviceMesh("clients=-1") as mesh:
-        pairs = agree_alike(mesh.group()._core, "create_distributed_mesh", checked)
+        pairs = agree_alike(mesh.group(), "create_distributed_mesh", checked)
     return Mesh.of(DeviceMesh(pairs, name=mesh_name))
 
 
@@ -313,7 +313,7 @@ def pack(
         whole = layout.global_shape_from_local_shape(block.shape)
         return whole, block.dtype.name, layout.specs, f"check_replicas={checks}"
 
-    found, *_ = agree_alike(live.group()._core, "pack", shape)
+    found, *_ = agree_alike(live.group(), "pack", shape)
     block = np.asarray(tensors[0])
     packed = DTensor.from_local(block, live, layout.placement, shape=found)
     if check_replicas:
@@ -326,7 +326,7 @@ def _check_copies(x: DTensor) -> None:
     group = x.mesh.group()
     mine = digest_text(np.ascontiguousarray(x.local).reshape(-1).view(np.uint8).data)
     first: dict[Any, tuple[int, str]] = {}
-    for rank, digest in zip(group.ranks, agree(group._core, "pack: its copies", mine), strict=True):
+    for rank, digest in zip(group.ranks, agree(group, "pack: its copies", mine), strict=True):
         box = x.layout.box(x.shape, rank)
         other, expected = first.setdefault(box, (rank, digest))
         if digest != expected:

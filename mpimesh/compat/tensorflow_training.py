@@ -219,7 +219,7 @@ class DTensorDataset:
             }
 
         self._mesh = mesh
-        size, self._layouts = agree_alike(mesh.group()._core, "DTensorDataset", checked)
+        size, self._layouts = agree_alike(mesh.group(), "DTensorDataset", checked)
         self._batches = Batches(
             dataset,
             mesh,
@@ -354,7 +354,7 @@ def sharded_save(
         return "arrays with names"
 
     check_kind(mesh, DeviceMesh, "mesh", StoreError, wanted="a live DeviceMesh")
-    agree_alike(mesh.group()._core, "sharded_save", paired)
+    agree_alike(mesh.group(), "sharded_save", paired)
     name_based_save(mesh, file_prefix, dict(zip(tensor_names, tensors, strict=True)))
 
 
@@ -490,7 +490,7 @@ def _checked(mesh: DeviceMesh, caller: str, tensors: Tensors) -> dict[str, DTens
                 )
         return ", ".join(tensors)
 
-    agree_alike(mesh.group()._core, caller, text)
+    agree_alike(mesh.group(), caller, text)
     return dict(tensors)
 
 

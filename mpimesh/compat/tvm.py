@@ -485,7 +485,7 @@ def _agree_on_workers(name: str, num_workers: int, group: ProcessGroup) -> None:
                 "give group.size, or the group of those workers"
             )
 
-    agree_alike(group._core, name, check)
+    agree_alike(group, name, check)
 
 
 def scatter_from_worker0(

@@ -64,7 +64,7 @@ def gather_facts(
         One all-reduce of 40 bytes; if facts differ, an all-gather of them.
     """
     group, call = mesh.group(), Call(name, mesh.group().name)
-    return agree(group._core, call, fact, problem=problem)
+    return agree(group, call, fact, problem=problem)
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def compare_call(
     call = Call(name, group.name, rule=", ".join(texts))
     call.site = _place()
     stack = call_stack() if mesh._core.context.settings.checks > 1 else ()
-    agree(group._core, call, stack=stack)
+    agree(group, call, stack=stack)
 
 
 def compare_copies(block: HostArray, mesh: DeviceMesh, layout: Layout, name: str) -> None:

@@ -144,7 +144,7 @@ class Accumulation:
         engine.check_ready()
         count = self.pending
         rule = f"{count} of {self.steps} steps"
-        agree(engine.scope._core, Call("flush", engine.scope.name, rule=rule))
+        agree(engine.scope, Call("flush", engine.scope.name, rule=rule))
         if not count:
             return None
         # They were divided by the number of steps that were to come.
@@ -214,7 +214,7 @@ def reduce_gradients(
                 mine[str(name)] = [list(one.shape), dtype_to_json(np.dtype(one.dtype))]
     except ModuleError as error:
         problem = error
-    everyone = agree(group._core, Call("reduce_gradients", group.name), [by, mine], problem=problem)
+    everyone = agree(group, Call("reduce_gradients", group.name), [by, mine], problem=problem)
     divisors = [one for one, _ in everyone]
     if len(set(divisors)) > 1:
         raise on_all_ranks(

@@ -144,7 +144,7 @@ def measure_layers(
         options = f"{dtype}, {bytes_per_s} bytes/s, latency {latency_s} s, {repeats} repeats"
         return f"{describe_layers(flat)}; x {rows_of(part)} rows of {kind_of(part)}; {options}"
 
-    flat, part, tensor = agree_alike(scope._core, "measure_layers", checked, rule)
+    flat, part, tensor = agree_alike(scope, "measure_layers", checked, rule)
     tensor.make_groups(mesh, scope, scope.alone(), (), ())
     run = partial(time_layers, flat, part, dtype=dtype, xp=xp, repeats=repeats)
     times = _measured_everywhere(flat, run, scope, tensor)
@@ -223,7 +223,7 @@ def _measured_everywhere(
             "aborts": abort.is_set,
             "tensor": tensor.notes(),
         }
-        everyone = agree(scope._core, "measure_layers", note)
+        everyone = agree(scope, "measure_layers", note)
         failures = [Failure(**one["failure"]) for one in everyone if one["failure"]]
         if failures:
             notes = zip(scope.ranks, (one["tensor"] for one in everyone), strict=True)
@@ -410,7 +410,7 @@ def measure_link(
     sizes = (1, min(max(nbytes, _LEAST_BYTES), _MOST_BYTES))
     mine = [_shift_s(_message(mesh, xp, size), pipe, repeats) for size in sizes]
     scope = mesh.group()
-    everyone = agree(scope._core, "the times of messages", mine)
+    everyone = agree(scope, "the times of messages", mine)
     small_s, large_s = map(median, zip(*everyone, strict=True))
     longer_s = large_s - small_s
     return Link(small_s, (sizes[1] - sizes[0]) / longer_s if longer_s > 0 else math.inf)
@@ -472,7 +472,7 @@ def partition_layers(
         where = "still to measure" if cut is None else f"with bounds {cut.bounds}"
         return f"{describe_layers(flat)}; {num_stages} stages, {where}"
 
-    flat, cut = agree_alike(scope._core, "partition", checked, rule)
+    flat, cut = agree_alike(scope, "partition", checked, rule)
     if cut is None:
         cut = _cut(measure(), len(flat), num_stages)
     stages = [PipelineStage(number) for number in range(num_stages)]

@@ -134,10 +134,10 @@ def agreed_squares(
                 "there are no sums of gradients here, and on other ranks there are; call "
                 "zero_grad() on all ranks or on none"
             )
-        agree(scope._core, "refused norms", problem=problem)
+        agree(scope, "refused norms", problem=problem)
     if limit is not None:
         call = Call("clip_grad_norm", scope.name, rule=f"max_norm {float(limit)!r}")
-        agree(scope._core, call)
+        agree(scope, call)
     if together:
         return float(total)
     for group in groups:
@@ -356,7 +356,7 @@ class ParallelModel:
         with engine.layer_values.whole(write=True):
             if engine.shares_values:
                 changes = agree_alike(
-                    engine.data._core,
+                    engine.data,
                     "load_state_dict",
                     lambda: self._new_values(state),
                     _digest_of,
@@ -593,7 +593,7 @@ def _given_to_all(engine: TrainingEngine, group: ProcessGroup, outputs: list[Tre
 
 
 def _tell(group: ProcessGroup, mine: object, what: str) -> list[Any]:
-    return agree(group._core, what, mine)
+    return agree(group, what, mine)
 
 
 def _interface(output: Tree) -> Interface:

@@ -141,7 +141,7 @@ class ParallelOptimizer:
         self._is_half_done = False
         self._clipped: tuple[int | None, float] | None
         scope = engine.scope
-        agree_alike(scope._core, "ParallelOptimizer", self._checked_rule)
+        agree_alike(scope, "ParallelOptimizer", self._checked_rule)
         agree_optimizers(self._optimizers, engine)
         self._lent = [LentOptimizer.of(one) for one in self._optimizers]
         self._clipped = None
@@ -453,7 +453,7 @@ class ParallelOptimizer:
         verdict = self._begin.largest(verdict)
         if verdict == _REFUSED:
             error = ModuleStateError(problem) if problem else None
-            agree(self._together._core, "refused steps", problem=error)
+            agree(self._together, "refused steps", problem=error)
         return verdict == _OVERFLOWED
 
     def _update(self, factor: float) -> None:
@@ -472,7 +472,7 @@ class ParallelOptimizer:
         if error is not None and not isinstance(error, Exception):
             error = ModuleStateError(f"{type(error).__name__} has ended the update")
         try:
-            agree(self._engine.scope._core, "update of parameters", problem=error)
+            agree(self._engine.scope, "update of parameters", problem=error)
         finally:
             if error is not problem and problem is not None:
                 raise problem

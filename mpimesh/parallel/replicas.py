@@ -108,7 +108,7 @@ def lines_of_holders(
         An all-gather of about 20 bytes for each rank.
     """
     everyone: list[list[int]] = agree(
-        scope._core, Call(what, scope.name), [mates.ranks[0], data.ranks[0], mates.rank or 0]
+        scope, Call(what, scope.name), [mates.ranks[0], data.ranks[0], mates.rank or 0]
     )
     answers = dict(zip(scope.ranks, everyone, strict=True))
     # Replicas have one corner: of their first place, the first replica.
@@ -229,7 +229,7 @@ def agree_together(scope: ProcessGroup, questions: Sequence[Callable[[], None]])
             question()
         except MismatchError as error:
             problem = problem or error
-    agree(scope._core, "comparison of replicas", problem=problem)
+    agree(scope, "comparison of replicas", problem=problem)
 
 
 def agree_touched(untouched: Sequence[str], group: ProcessGroup) -> None:
@@ -242,7 +242,7 @@ def agree_touched(untouched: Sequence[str], group: ProcessGroup) -> None:
     Raises:
         MismatchError: On every rank, naming parameters and ranks.
     """
-    everyone: list[list[str]] = agree(group._core, "parameters without a gradient", list(untouched))
+    everyone: list[list[str]] = agree(group, "parameters without a gradient", list(untouched))
     everywhere = set(everyone[0]).intersection(*everyone)
     uneven = {name for names in everyone for name in names} - everywhere
     if not uneven:
@@ -276,7 +276,7 @@ def difference(
     """
     if group.size == 1:
         return None
-    everyone = agree(group._core, what, list(texts))
+    everyone = agree(group, what, list(texts))
     for place, row in enumerate(zip_longest(*everyone, fillvalue="none")):
         if len(set(row)) > 1:
             ranks = zip(group.ranks, row, strict=True)

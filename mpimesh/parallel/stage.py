@@ -304,9 +304,7 @@ class Ties:
             if self._place in tie.holders
         }
         scope = self._mesh.group()
-        everyone: list[dict[str, str]] = agree(
-            scope._core, Call("tied parameters", scope.name), mine
-        )
+        everyone: list[dict[str, str]] = agree(scope, Call("tied parameters", scope.name), mine)
         answers = dict(zip(scope.ranks, everyone, strict=True))
         for tie in self._ties:
             for line in self._lines[tie.holders]:
@@ -358,7 +356,7 @@ def agree_on_trained(
     for number, (_, parameter, stages) in enumerate(named):
         if any(stage in local for stage in stages):
             mine[parameter.requires_grad].append(number)
-    everyone = agree(scope._core, Call("rebuild_buckets", scope.name), mine)
+    everyone = agree(scope, Call("rebuild_buckets", scope.name), mine)
     frozen, trained = (set(chain(*numbers)) for numbers in zip(*everyone, strict=True))
     rows = [
         f"  {named[number][0]}: frozen on ranks "

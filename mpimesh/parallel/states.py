@@ -81,7 +81,7 @@ def full_states(
     pipe = engine.pipe
     what = Call("full_state_dict", pipe.name)
     described: dict[str, tuple[int, int, list[str]]] = {}
-    for stage in agree(pipe._core, what, mine):
+    for stage in agree(pipe, what, mine):
         described |= stage
     params: list[dict[str, dict[str, Any]]] = [{} for _ in lent]
     for name, parameter in engine.named_parameters(everywhere=True):
@@ -352,7 +352,7 @@ def agree_optimizers(optimizers: Sequence[Optimizer], engine: TrainingEngine) ->
                 f"numbers and the same decay_mask, but they have\n{differs[1]}"
             )
     scope = engine.scope
-    agree(scope._core, _OPTIMIZERS, problem=problem)
+    agree(scope, _OPTIMIZERS, problem=problem)
 
 
 # -- states that all ranks take over, or none does ------------------------------------------------
@@ -390,7 +390,7 @@ def agree_states(
             one.optimizer.check_state(own, one.parameters)
     except MpimeshError as error:
         problem = error
-    agree(engine.scope._core, _WHAT, problem=problem)
+    agree(engine.scope, _WHAT, problem=problem)
     replicas = engine.data
     texts = [f"step {step}", *_texts(engine, lent, states)] if replicas.size > 1 else []
     differs = difference(texts, replicas, _WHAT)
@@ -399,7 +399,7 @@ def agree_states(
             f"the ranks of group {replicas.name!r} must load the same state, and nothing is "
             f"changed, as they have\n{differs[1]}"
         )
-    agree(engine.scope._core, _WHAT, problem=problem)
+    agree(engine.scope, _WHAT, problem=problem)
     return states, step
 
 

@@ -371,7 +371,7 @@ class Step:
                 (engine.pipe.ranks[peer], tag, sizes) for peer, tag, sizes in engine.links.sent
             ],
         }
-        notes = agree(scope._core, "the end of a failed step", mine)
+        notes = agree(scope, "the end of a failed step", mine)
         engine.finish_layers(dict(zip(scope.ranks, (one["layers"] for one in notes), strict=True)))
         waiting = abort.drain(place for place, one in enumerate(notes) if one["aborts"])
         waiting += engine.links.drain(_to_me(engine, notes))
@@ -496,7 +496,7 @@ def report_step(engine: TrainingEngine) -> StepReport | None:
             )
     scope = engine.scope
     call = Call("step report", scope.name)
-    agree(scope._core, call, problem=problem)
+    agree(scope, call, problem=problem)
     return report
 
 

@@ -273,7 +273,7 @@ class TensorModel:
         if self.is_split and shared:
             mine = [digest(one) for _, one in shared]
             what = Call("shared parameters", self.group.name)
-            everyone: list[list[str]] = agree(self.group._core, what, mine)
+            everyone: list[list[str]] = agree(self.group, what, mine)
             for place, (name, one) in enumerate(shared):
                 for holders in one.blocks.values():
                     check_alike(

@@ -234,7 +234,7 @@ class TrainingEngine:
             # Its text may be of this rank.
             problem, rule = error, f"refused with a {type(error).__name__}"
         try:
-            agree(scope._core, Call("pipeline", scope.name, rule=rule))
+            agree(scope, Call("pipeline", scope.name, rule=rule))
         except MismatchError as error:
             raise error from problem
         if problem is not None:
@@ -503,7 +503,7 @@ class TrainingEngine:
         """
         self.check_ready()
         number, self._is_hybrid = agree_alike(
-            self.scope._core,
+            self.scope,
             "fully_shard",
             lambda: self._checked_stage(stage, mesh, hybrid),
         )
@@ -642,7 +642,7 @@ class TrainingEngine:
         on_device = self.xp is not np and self.pipe._core.moves_device_memory
         mine = {"on_device": on_device, "rows": self.links.lend()}
         what = Call("pipeline", scope.name)
-        everyone = agree(scope._core, what, mine)
+        everyone = agree(scope, what, mine)
         library = self.xp if all(one["on_device"] for one in everyone) else np
         place_of = {rank: place for place, rank in enumerate(self.pipe.ranks)}
         rows = {

@@ -39,10 +39,6 @@ class AgreeingRanks(Protocol):
     """Ranks that can agree: those of a group, or of a mesh."""
 
     @property
-    def progress(self) -> Progress:
-        """The unfinished operations of this rank."""
-
-    @property
     def communicator(self) -> Communicator:
         """The ranks."""
 
@@ -74,7 +70,10 @@ def agree(
     Cost:
         One all-reduce of 40 bytes; if values differ, an all-gather of the longest one's bytes.
     """
-    progress, communicator = ranks.progress, ranks.communicator
+    communicator = ranks.communicator
+    # A communicator of one rank may have no engine, nor does it need one.
+    engine = communicator.engine
+    progress = engine if isinstance(engine, Progress) else Progress()
     note = None if problem is None else [type(problem).__name__, str(problem)]
     mine = json.dumps([value, note]).encode()
     call = what if isinstance(what, Call) else Call(what, communicator.name.rpartition("/")[2])

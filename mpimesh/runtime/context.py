@@ -70,6 +70,7 @@ class MeshContext:
     def adopt(self, communicator: Communicator, name: str) -> None:
         """Take in a communicator of the mesh, which all its ranks call by `name`."""
         communicator.name = self.full_name(name)
+        communicator.engine = self.progress
         communicator.mail = Mail() if self.settings.checks else None
         ranks = tuple(getattr(communicator, "world_ranks", ()))
         self.progress.communicators[communicator.name] = communicator, ranks

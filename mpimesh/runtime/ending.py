@@ -37,14 +37,14 @@ def part_together(
     """
     call = Call("close", group.name)
     mine = [str(work._call) for work in context.open_work.all() if work._group is group._core]
-    told = agree(group._core, call, [mine, context.unended, communicator.unread])
+    told = agree(group, call, [mine, context.unended, communicator.unread])
     refused = f"group {group.name!r} cannot be closed"
     refuse_unresolved(refused, [texts for texts, *_ in told], group.ranks)
     if not last:
         return False
     if communicator.mail is not None:
         mails = [(tuple(group.ranks), communicator.name, communicator.mail)]
-        rows_of_all = agree(group._core, call, counts(mails, context.rank))
+        rows_of_all = agree(group, call, counts(mails, context.rank))
         refuse_unreceived(refused, rows_of_all)
     # Of what nobody receives any more the mesh need not know: the communicator is kept for it.
     context.unread -= communicator.unread

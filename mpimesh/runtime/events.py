@@ -101,7 +101,7 @@ def clock_offsets(
             _answer(group, speaker, clock, rounds)
     elif group.rank in speakers:
         mine = _ask(group, clock, rounds)
-    offsets_s = agree(group._core, "the clocks of all nodes", mine)
+    offsets_s = agree(group, "the clocks of all nodes", mine)
     return {
         rank: float(offsets_s[hosts.index(host)])
         for rank, host in zip(group.ranks, hosts, strict=True)

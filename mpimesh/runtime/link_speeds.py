@@ -47,7 +47,7 @@ def measured_links(group: ProcessGroup) -> LinkCosts:
     near = _pinged(group, [(here[0], here[1]) for here in places if len(here) > 1])
     read_s = _read(group, next(here for here in places if group.rank in here))
     far = _pinged(group, list(zip(firsts[::2], firsts[1::2], strict=False)))
-    rows = agree(group._core, _WHAT, [near, read_s, far])
+    rows = agree(group, _WHAT, [near, read_s, far])
     nears, reads, fars = ([one for one in column if one] for column in zip(*rows, strict=True))
     links = DEFAULT_LINK_COSTS
     if nears and reads:

@@ -121,14 +121,12 @@ class LiveGroups:
 
     Attributes:
         communicator: The ranks of the mesh, in the order of their offsets.
-        progress: The unfinished operations of this rank.
     """
 
     def __init__(self, mesh: Mesh, communicator: Communicator, context: MeshContext) -> None:
         self._mesh = mesh
         self._context = context
         self.communicator = communicator
-        self.progress = context.progress
         self._families = [_Family(tuple(mesh.ids.tolist()), communicator)]
         self._groups: dict[str, ProcessGroup] = {}
         # Those that this rank has closed stay here until all have, as `settle` finds out.
@@ -325,7 +323,7 @@ class LiveGroups:
             last = family.owned and not others
             unended = part_together(group, communicator, self._context, last=last)
             if last:
-                with self.progress.watched(Call("close", group.name), communicator):
+                with self._context.progress.watched(Call("close", group.name), communicator):
                     self._context.free(communicator, unended=unended)
                 family.communicator, family.freed = None, True
             elif family.owned and communicator.name == self._context.full_name(group.name):

@@ -18,7 +18,7 @@ def folder(comm, tmp_path_factory):
     """A folder that all ranks have."""
     mine = str(tmp_path_factory.mktemp("checkpoints"))
     with mm.DeviceMesh("all=-1", comm) as mesh:
-        first = agree(mesh.group()._core, "folder", mine)[0]
+        first = agree(mesh.group(), "folder", mine)[0]
     return Path(first)
 
 

@@ -284,7 +284,7 @@ class GradientBuckets:
             ModuleStateError: On every rank, if any is adding up gradients.
         """
         problem = ModuleStateError(_OPEN) if self._open else None
-        agree(scope._core, "new buckets", problem=problem)
+        agree(scope, "new buckets", problem=problem)
 
     # -- a cycle: local until synchronize ---------------------------------------------
 

@@ -90,7 +90,7 @@ class LayerValues:
         """
         shards = [bucket.shard for bucket in buckets if bucket.shard is not None]
         self.shards = [shard for shard in shards if shard.values is None]
-        self.meets = any(agree(scope._core, "values by layers", bool(self.shards)))
+        self.meets = any(agree(scope, "values by layers", bool(self.shards)))
         if not self.meets:
             return
         lines: dict[tuple[int, ...], list[Line]] = {(): lines_along(mesh, dim)}

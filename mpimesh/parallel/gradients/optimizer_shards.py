@@ -427,7 +427,7 @@ class OptimizerShards:
             runs = [(run.optimizer, run.members) for run in cut.runs]
             rules.setdefault(cut.bucket.group, []).append(str(runs))
         for group, texts in rules.items():
-            agree(group._core, Call("divided buckets", group.name, rule="; ".join(texts)))
+            agree(group, Call("divided buckets", group.name, rule="; ".join(texts)))
 
     def sums(self, without: set[int]) -> list[Array]:
         """Return this rank's parts of the sums of divided buckets, but for some parameters."""

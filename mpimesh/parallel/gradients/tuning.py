@@ -183,7 +183,7 @@ def measure_reduction(
     work = math.ceil(large_s / max(large.work_s(1), 1e-9) / _SLICES)
     alone_s = large.work_s(_SLICES * work)
     mine = [small_s, large_s, max(0.0, large.fastest_s(work) - alone_s) / large_s]
-    everyone = agree(group._core, "the times of sums", mine)
+    everyone = agree(group, "the times of sums", mine)
     small_s, large_s, busy = map(median, zip(*everyone, strict=True))
     longer_s = large_s - small_s
     bytes_per_s = (nbytes - _LEAST_BYTES) / longer_s if longer_s > 0 else math.inf
@@ -305,7 +305,7 @@ def tune_buckets(engine: TrainingEngine) -> BucketTuning | None:
     group, buckets = engine.data, engine.buckets
     entries = buckets.entries
     scope = engine.scope
-    everyone = agree(scope._core, "the tuning of buckets", buckets.cycles)
+    everyone = agree(scope, "the tuning of buckets", buckets.cycles)
     if not all(everyone):
         raise on_all_ranks(
             ModuleStateError(
@@ -316,7 +316,7 @@ def tune_buckets(engine: TrainingEngine) -> BucketTuning | None:
     plan = found = None
     if entries and group.size > 1:
         mine_s = _ready_s([entry.ready_s for entry in entries])
-        everyone_s = agree(group._core, "gradient times", mine_s)
+        everyone_s = agree(group, "gradient times", mine_s)
         # A reduction waits for the last of the ranks.
         ready_s = [max(times) for times in zip(*everyone_s, strict=True)]
         sizes_bytes = [entry.nbytes for entry in entries]

@@ -70,7 +70,7 @@ def test_errors_that_hold_addresses_agree():
             def refuse():
                 raise RankError(f"not <object object at 0x7f00{mesh.rank}>")
 
-            error = caught(lambda: agree_alike(mesh._core.everyone._core, "test", refuse))
+            error = caught(lambda: agree_alike(mesh._core.everyone, "test", refuse))
             return type(error), error.agreed
 
     assert mm.run_virtual(2, main) == [(RankError, True)] * 2
