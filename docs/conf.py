@@ -18,6 +18,7 @@ import mpimesh.settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 import house
+import members
 
 project = "mpimesh"
 author = "mpimesh developers"
@@ -51,6 +52,7 @@ house.write(Path(__file__).parent / "_static" / "house.svg")
 # -- the reference ---------------------------------------------------------------------------------
 
 autosummary_generate = True
+autosummary_context = {"tasks": members.by_task()}
 autodoc_typehints = "signature"
 # Signatures show long unions by their names; docstrings say what each argument takes.
 autodoc_type_aliases = {
@@ -71,6 +73,8 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Shapes", "params_style"), "Cost", "Threads"]
 python_use_unqualified_type_names = True
+# A signature that is longer has a line for each parameter.
+python_maximum_signature_line_length = 80
 
 # Text of the first format of inventories, with the names that the docstrings use and no others, so
 # that a build needs no network.
