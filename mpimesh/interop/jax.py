@@ -2,7 +2,7 @@
 
 ::
 
-    from mpimesh.interop import jax as mj
+    from mpimesh.interop.wrapped import jax as mj
 
     def dense(params, x):
         return jax.nn.relu(x @ params["w"] + params["b"])
@@ -38,10 +38,8 @@ inference it gets None.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -55,9 +53,8 @@ from mpimesh.errors import (
     MissingPackageError,
     ModuleError,
     ModuleStateError,
-    ShapeError,
 )
-from mpimesh.interop.host_memory import host_array
+from mpimesh.interop.wrapped import WrappedLoss, gradients_like, host_array
 from mpimesh.nn import Constant, Context, Module, Parameter
 from mpimesh.parallel.microbatch import Tree, flatten, tree_map
 
@@ -99,8 +96,9 @@ class JaxLayer(Module):
         self._place: tuple[int, int] = (0, 0)
         self._init = params if callable(params) else None
         known = jax.eval_shape(params, jax.random.key(0)) if callable(params) else params
-        is_leaf = partial(_is, Parameter)
-        paths, self._tree = jax.tree_util.tree_flatten_with_path(known, is_leaf=is_leaf)
+        paths, self._tree = jax.tree_util.tree_flatten_with_path(
+            known, is_leaf=lambda one: isinstance(one, Parameter)
+        )
         self._leaves = [_leaf(_name(path), leaf) for path, leaf in paths]
         if self._leaves and not self.named_parameters():
             dtypes = ", ".join(f"{name!r} of {leaf.dtype}" for name, leaf in self._leaves)
@@ -185,7 +183,9 @@ class JaxLayer(Module):
         if ctx is None:
             raise ModuleStateError(f"{self!r}: backward needs the Context of its forward")
         back, y, structure, dtypes = ctx.peek(self)
-        gradients = self._fitting(dy, y)
+        outputs, form = flatten(y, name=f"the output of {self!r}")
+        leaves = gradients_like(self, outputs, form, dy)
+        gradients = [None if leaf is None else host_array(leaf) for leaf in leaves]
         ctx.take(self)
         of_trained, dx = _BACKWARD(back, y, gradients)
         for place, gradient in reversed(of_trained.items()):
@@ -214,23 +214,6 @@ class JaxLayer(Module):
                 fixed[place] = leaf
         return trained, fixed
 
-    def _fitting(self, dy: Tree, y: Any) -> list[HostArray | None]:
-        """Return the gradients of the output's arrays."""
-        outputs, form = flatten(y, name=f"the output of {self!r}")
-        leaves = form.leaves_of(dy)
-        if leaves is None:
-            raise ShapeError(
-                f"{self!r}: the gradient must be built like the output, {form}, got "
-                f"{type(dy).__name__}"
-            )
-        for output, leaf, path in zip(outputs, leaves, form.paths(), strict=True):
-            if leaf is not None and tuple(leaf.shape) != tuple(output.shape):
-                raise ShapeError(
-                    f"{self!r}: the gradient of the output{path} must have its shape "
-                    f"{tuple(output.shape)}, got {tuple(leaf.shape)}"
-                )
-        return [None if leaf is None else host_array(leaf) for leaf in leaves]
-
     def __repr__(self) -> str:
         return f"JaxLayer({getattr(self.function, '__name__', type(self.function).__name__)})"
 
@@ -239,10 +222,6 @@ def has_gradient(leaf: Any) -> bool:
     """Tell whether an array has a gradient: its dtype is floating."""
     dtype = np.dtype(leaf.dtype)
     return dtype.kind in "fc" or is_half(dtype)
-
-
-def _is(kind: type, one: object) -> bool:
-    return isinstance(one, kind)
 
 
 def _leaf(name: str, leaf: Any) -> tuple[str, Any]:
@@ -347,42 +326,23 @@ _BACKWARD = jax.jit(_backward)
 _INIT = jax.jit(lambda init, words: init(_key(words)), static_argnums=0)
 
 
-class JaxLoss:
-    """The result of :func:`wrap_loss`; meets :class:`mpimesh.nn.Loss`."""
+class JaxLoss(WrappedLoss):
+    """The result of :func:`wrap_loss`."""
 
     def __init__(
         self, function: Callable[..., Any], count: Callable[[Any], float] | None = None
     ) -> None:
-        if not callable(function):
-            raise ModuleError(f"wrap_loss takes a function of JAX, got {function!r}")
-        self._function = function
-        self._count = count
+        super().__init__(function, count)
         self._value = jax.jit(function)
         self._value_and_grad = jax.jit(self._both)
 
-    def __call__(self, y: Tree, target: Tree) -> float:
-        """Return the mean over the rows.
-
-        Raises:
-            ShapeError: If there is nothing to take the mean of.
-        """
-        if not self.count(target):
-            raise ShapeError(f"{self!r}: the mean over nothing does not exist")
-        return float(self._value(_host(y), _host(target)))
-
-    def value_and_grad(self, y: Tree, target: Tree, *, denominator: float) -> tuple[float, Tree]:
-        """Return this part's share of the loss, and its gradient by `y`.
-
-        Shapes:
-            grad: built as `y`, of its shapes and dtypes; None for arrays that have no gradient.
-
-        Raises:
-            ModuleError: If `denominator` is not positive.
-        """
-        if not 0 < denominator < math.inf:
-            raise ModuleError(f"{self!r}: denominator must be positive, got {denominator!r}")
+    def _compute(
+        self, y: Tree, target: Tree, denominator: float, *, grad: bool
+    ) -> tuple[float, Tree]:
+        if not grad:
+            return float(self._value(_host(y), _host(target))), None
         leaves, structure = flatten(_host(y), name="the output")
-        share = self.count(target) / float(denominator)
+        share = self.count(target) / denominator
         if not share or not leaves[0].shape[0]:
             none = [np.zeros_like(leaf) if has_gradient(leaf) else None for leaf in leaves]
             return 0.0, structure.unflatten(none)
@@ -397,12 +357,6 @@ class JaxLoss:
         ]
         return float(value), structure.unflatten(found)
 
-    def count(self, target: Tree) -> float:
-        """Return what `target` adds to the denominator of a batch in parts."""
-        if self._count is not None:
-            return float(self._count(target))
-        return float(flatten(target, name="the target")[0][0].shape[0])
-
     def _both(self, real: Any, rest: Any, form: Any, target: Any, share: Any) -> Any:
         treedef = jax.tree_util.tree_structure(form)
 
@@ -412,9 +366,6 @@ class JaxLoss:
             return self._function(y, target) * share
 
         return jax.value_and_grad(scaled)(real)
-
-    def __repr__(self) -> str:
-        return f"JaxLoss({getattr(self._function, '__name__', type(self._function).__name__)})"
 
 
 def wrap(function: Callable[..., Any], params: Any, *, key: bool = False) -> JaxLayer:

@@ -3,7 +3,7 @@
 ::
 
     import mpimesh as mm
-    from mpimesh.interop import torch as mt
+    from mpimesh.interop.wrapped import torch as mt
 
     layers = mt.wrap_each(torch.nn.Sequential(...))   # or mt.wrap(module), one by one
     stages = [mm.PipelineStage(0).add_layer(layers[0]), ...]
@@ -54,7 +54,6 @@ apart where nothing is computed twice by that: in modules without modules in the
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -76,6 +75,7 @@ from mpimesh.interop.torch_tensors import (
     seeded,
     torch,
 )
+from mpimesh.interop.wrapped import WrappedLoss, gradients_like
 from mpimesh.nn import Context, Module
 from mpimesh.nn.protocol import SupportsLayer
 from mpimesh.parallel.microbatch import Structure, Tree, flatten, tree_map
@@ -277,22 +277,12 @@ class TorchLayer(Module):
         if ctx is None:
             raise ModuleStateError(f"{self!r}: backward needs the Context of its forward")
         tensors, structure, outputs, form = ctx.peek(self)
-        leaves = form.leaves_of(dy)
-        if leaves is None:
-            raise ShapeError(
-                f"{self!r}: the gradient must be built like the output, {form}, got "
-                f"{type(dy).__name__}"
-            )
         found = []
+        leaves = gradients_like(self, outputs, form, dy)
         for output, leaf, path in zip(outputs, leaves, form.paths(), strict=True):
             if leaf is None or not output.requires_grad:
                 continue
             gradient = as_tensor(leaf)
-            if gradient.shape != output.shape:
-                raise ShapeError(
-                    f"{self!r}: the gradient of the output{path} must have its shape "
-                    f"{tuple(output.shape)}, got {tuple(gradient.shape)}"
-                )
             if gradient.dtype != output.dtype:
                 raise DTypeError(
                     f"{self!r}: the gradient of the output{path} must be {output.dtype} like it, "
@@ -403,57 +393,35 @@ def _gradients_of(
 _Count = Callable[[Any], float]
 
 
-class TorchLoss:
-    """The result of :func:`wrap_loss`; meets :class:`mpimesh.nn.Loss`."""
+class TorchLoss(WrappedLoss):
+    """The result of :func:`wrap_loss`."""
 
     def __init__(self, function: Callable[..., Any], count: _Count | None = None) -> None:
+        super().__init__(function, count)
         reduction = getattr(function, "reduction", "mean")
         if reduction not in ("mean", "sum"):
             raise ModuleError(
                 f"a loss gives one number: make it with reduction='mean' or 'sum', not "
                 f"{reduction!r}"
             )
-        if not callable(function):
-            raise ModuleError(f"wrap_loss takes a function or a loss of torch.nn, got {function!r}")
-        self._function = function
         self._is_mean = reduction == "mean"
-        self._count = count
-
-    def __call__(self, y: Tree, target: Tree) -> float:
-        """Return the mean over the rows.
-
-        Raises:
-            ShapeError: If there is nothing to take the mean of.
-        """
-        count = self.count(target)
-        if not count:
-            raise ShapeError(f"{self!r}: the mean over nothing does not exist")
-        return self._compute(y, target, count, grad=False)[0]
-
-    def value_and_grad(self, y: Tree, target: Tree, *, denominator: float) -> tuple[float, Tree]:
-        """Return this part's share of the loss, and its gradient by `y`.
-
-        Shapes:
-            grad: built as `y`, of its shapes and dtypes; None for arrays that have no gradient.
-
-        Raises:
-            ModuleError: If `denominator` is not positive, or the loss is not one number.
-        """
-        if not 0 < denominator < math.inf:
-            raise ModuleError(f"{self!r}: denominator must be positive, got {denominator!r}")
-        return self._compute(y, target, float(denominator), grad=True)
 
     def count(self, target: Tree) -> float:
         """Return what `target` adds to the denominator of a batch in parts."""
         if self._count is not None:
             return float(self._count(tree_map(lambda leaf, _: as_tensor(leaf), target)))
-        leaves, _ = flatten(target, name="the target")
-        module = _module_of(self._function)
+        module = self._function
+        if module is torch.nn.functional.cross_entropy:
+            module = torch.nn.CrossEntropyLoss()
+        elif module is torch.nn.functional.nll_loss:
+            module = torch.nn.NLLLoss()
         if self._is_mean and isinstance(module, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss):
-            counted = _class_count(module, as_tensor(leaves[0]))
-            if counted is not None:
-                return counted
-        return float(leaves[0].shape[0])
+            classes = as_tensor(flatten(target, name="the target")[0][0])
+            if not classes.is_floating_point():  # no probabilities of all classes
+                counted = classes != module.ignore_index
+                weight = module.weight
+                return float((counted if weight is None else weight[classes[counted]]).sum())
+        return super().count(target)
 
     def _compute(
         self, y: Tree, target: Tree, denominator: float, *, grad: bool
@@ -480,10 +448,6 @@ class TorchLoss:
             return value, None
         return value, structure.unflatten([_gradient(tensor) for tensor in tensors])
 
-    def __repr__(self) -> str:
-        name = getattr(self._function, "__name__", type(self._function).__name__)
-        return f"TorchLoss({name})"
-
 
 def wrap_loss(function: Callable[..., Any], *, count: _Count | None = None) -> TorchLoss:
     """Return a loss of PyTorch as ``loss=`` of a training step. Local.
@@ -502,23 +466,6 @@ def wrap_loss(function: Callable[..., Any], *, count: _Count | None = None) -> T
         ModuleError: If it gives more than one number, by its ``reduction``.
     """
     return TorchLoss(function, count)
-
-
-def _module_of(function: Callable[..., Any]) -> Any:
-    """Return the loss that a function is, with its defaults; the function itself if it is none."""
-    if function is torch.nn.functional.cross_entropy:
-        return torch.nn.CrossEntropyLoss()
-    return torch.nn.NLLLoss() if function is torch.nn.functional.nll_loss else function
-
-
-def _class_count(loss: Any, target: torch.Tensor) -> float | None:
-    """Return what the mean of a loss over classes divides by; None if that is the rows."""
-    if target.is_floating_point():  # probabilities of all classes
-        return None
-    counted = target != loss.ignore_index
-    if loss.weight is not None:
-        return float(loss.weight[target[counted]].sum())
-    return float(counted.sum())
 
 
 def _gradient(tensor: torch.Tensor) -> Array | None:

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from mpimesh.arrays import Array, HostArray
 from mpimesh.arrays.random_bits import key_of
 from mpimesh.errors import DTypeError, MissingPackageError, ModuleError, ModuleStateError
-from mpimesh.interop.host_memory import host_array, plain_array
+from mpimesh.interop.wrapped import host_array, plain_array
 from mpimesh.nn import Constant, Parameter
 
 __all__ = [
@@ -383,51 +382,30 @@ def give_first_values(
             for name, buffer in owner._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     owner._buffers[name] = torch.empty_like(buffer, device="cpu")
-        blanks = [_Blank.make(owner, name) for owner, name in places]
+        # They begin with values that no initializer draws: NaN, or an odd number.
+        blanks = {(owner, name): _own_tensors(owner)[name] for owner, name in places}
+        versions = {}
+        for place, blank in blanks.items():
+            blank.fill_(_mark(blank))
+            versions[place] = blank._version
         for reset in resets:
             reset()
         for tensor, values in saved:
             tensor.copy_(values)
-    left = [blank.name for blank in blanks if blank.is_left]
+    # PyTorch counts the changes of a tensor, but not those that are written by ``.data``.
+    left = [
+        name
+        for (owner, name), tensor in blanks.items()
+        if _own_tensors(owner).get(name) is tensor
+        and tensor._version == versions[owner, name]
+        and bool(((tensor == torch.full_like(tensor, _mark(tensor))) | (tensor != tensor)).all())
+    ]
     if left:
         raise ModuleError(
             f"reset_parameters() in {type(module).__name__} gives no values to {left}, which the "
             "module has on the meta device: set all parameters and buffers there, or make the "
             "module with memory"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Blank:
-    """A tensor that is to get its first values.
-
-    Attributes:
-        owner: The module that has it.
-        name: Its name there.
-        tensor: The tensor. It begins with values that no initializer draws: NaN, or an odd number.
-        version: How often PyTorch had seen it change.
-    """
-
-    owner: torch.nn.Module
-    name: str
-    tensor: torch.Tensor
-    version: int
-
-    @classmethod
-    def make(cls, owner: torch.nn.Module, name: str) -> _Blank:
-        tensor = _own_tensors(owner)[name]
-        tensor.fill_(_mark(tensor))
-        return cls(owner, name, tensor, tensor._version)
-
-    @property
-    def is_left(self) -> bool:
-        """Whether it has not been written to. PyTorch does not see what is written by ``.data``."""
-        tensor = self.tensor
-        found = _own_tensors(self.owner).get(self.name)
-        if found is None or found is not tensor or found._version != self.version:
-            return False
-        mark = torch.full_like(tensor, _mark(tensor))
-        return bool(((tensor == mark) | (tensor != tensor)).all())
 
 
 def _mark(tensor: torch.Tensor) -> float:
