@@ -18,8 +18,8 @@ from mpimesh.comm.algorithms import Row
 from mpimesh.comm.cuda_probe import has_cupy
 from mpimesh.comm.mpi_environment import loaded_ucx
 from mpimesh.comm.nccl import nccl_library
-from mpimesh.mesh import DeviceInfo, pick_device
-from mpimesh.mesh.probe import cpu_quota, memory_limit_bytes
+from mpimesh.mesh import find_devices, pick_device
+from mpimesh.mesh.probe import cpu_quota, cuda_version_text, memory_limit_bytes
 from mpimesh.runtime import Launch
 
 __all__ = [
@@ -209,8 +209,8 @@ def find_cuda() -> Cuda:
         return Cuda(
             installed=True,
             cupy=str(cupy.__version__),
-            runtime=_cuda_version(runtime.runtimeGetVersion()),
-            driver=_cuda_version(runtime.driverGetVersion()),
+            runtime=cuda_version_text(runtime.runtimeGetVersion()),
+            driver=cuda_version_text(runtime.driverGetVersion()),
             nccl=_nccl_version(),
             gpus=int(runtime.getDeviceCount()),
         )
@@ -225,10 +225,6 @@ def _nccl_version() -> str:
             number = int(nccl.get_version())
             return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     return ""
-
-
-def _cuda_version(number: int) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 # -- ranks -----------------------------------------------------------------------------------------
@@ -304,7 +300,7 @@ def find_rank(
 ) -> Rank:
     """Return where the calling process, which is `rank`, runs. Local."""
     environment = os.environ if environment is None else environment
-    devices = DeviceInfo.probe().devices
+    devices = find_devices()
     device = pick_device(devices, local_rank)
     gpu = device.backend.is_gpu
     threads = [environment[name] for name in THREAD_VARIABLES if name in environment]

@@ -1,18 +1,19 @@
 """kapsl's mesh of devices, its routes, and its operations on the arrays of a mesh.
 
-The operations are blocking, in place, and count ranks in the mesh. Devices, topologies and their
-probing are :class:`mpimesh.mesh.Device`, :class:`mpimesh.MeshTopology` and
-:class:`mpimesh.mesh.DeviceInfo`; ranks in one process are those of :func:`mpimesh.run_virtual`.
+The operations are blocking, in place, and count ranks in the mesh. Devices and topologies are
+:class:`mpimesh.mesh.Device` and :class:`mpimesh.MeshTopology`; ranks in one process are those of
+:func:`mpimesh.run_virtual`.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import numpy as np
 
@@ -20,13 +21,16 @@ from mpimesh import runtime
 from mpimesh.arguments import as_int, as_items, check_kind, rank_names, shown
 from mpimesh.arrays import Array, OpLike
 from mpimesh.errors import DTypeError, MeshError, RankError, ShapeError, WorldSizeError
-from mpimesh.mesh import WORLD, Device, Mesh, MeshTopology
+from mpimesh.mesh import WORLD, Device, DeviceBackend, Mesh, MeshTopology, cpu_device
+from mpimesh.mesh.probe import find_devices, probe_devices
 from mpimesh.runtime import ProcessGroup, run_virtual
 from mpimesh.runtime.agreement import agree_alike
 
 __all__ = [
+    "DeviceInfo",
     "DeviceMesh",
     "DistributedOps",
+    "GpuPreference",
     "GroupBackend",
     "MeshRouter",
     "MeshStats",
@@ -444,3 +448,169 @@ def _place(group: ProcessGroup, rank: int, what: str) -> int:
 def dist_ops(mesh: runtime.DeviceMesh | Mesh) -> DistributedOps:
     """Return the operations of a mesh. Local."""
     return DistributedOps(mesh)
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPreference:
+    """Which GPU somebody asks for.
+
+    | text | kind | takes |
+    |---|---|---|
+    | ``mig:<id>``, ``partition:<id>`` | partition | the partition whose id starts so |
+    | ``cuda:1`` | backend_id | the device of that backend and number |
+    | ``0000:3b:00.0`` | pci | the device at that place; the domain may be left out |
+    | anything else | name | a device whose name contains it, in any case |
+
+    Attributes:
+        kind: As in the table.
+        value: What to look for.
+        backend: Backend of kind ``backend_id``.
+    """
+
+    kind: Literal["partition", "backend_id", "pci", "name"]
+    value: str
+    backend: DeviceBackend | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """Read a preference; None if `text` is empty."""
+        text = text.strip()
+        if not text:
+            return None
+        head, colon, rest = text.partition(":")
+        if colon and head.lower() in ("mig", "partition") and rest.strip():
+            return cls("partition", rest.strip())
+        if head and rest.strip().isdecimal():
+            return cls("backend_id", str(int(rest)), DeviceBackend(head))
+        if colon and "." in text:
+            return cls("pci", text.lower())
+        return cls("name", text)
+
+    def matches(self, device: Device) -> bool:
+        """Tell whether `device` is what is asked for."""
+        if self.kind == "partition":
+            found = (device.partition_id or "").lower()
+            return found.removeprefix("mig-").startswith(self.value.lower().removeprefix("mig-"))
+        if self.kind == "backend_id":
+            return device.backend == self.backend and str(device.id) == self.value
+        if self.kind == "pci":
+            place = (device.pci_bus_id or "").lower()
+            return bool(place) and self.value in (place, place.partition(":")[2])
+        return self.value.lower() in device.name.lower()
+
+    def __str__(self) -> str:
+        if self.kind == "partition":
+            return f"partition:{self.value}"
+        return f"{self.backend}:{self.value}" if self.kind == "backend_id" else self.value
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """The resources that this process may use.
+
+    Attributes:
+        cpu_cores: Cores this process may run on.
+        total_memory: Memory it may have, in bytes.
+        os_type: Like ``Linux``.
+        os_release: Of the operating system's kernel.
+        has_cuda: Whether there is such a device; so for the next three.
+        has_metal: Always False: NumPy and CuPy do not compute there.
+        has_rocm: See `has_cuda`.
+        has_directml: Always False, as `has_metal`.
+        devices: The GPUs, or where there are none one record of the CPU.
+    """
+
+    cpu_cores: int
+    total_memory: int
+    os_type: str
+    os_release: str
+    has_cuda: bool
+    has_metal: bool
+    has_rocm: bool
+    has_directml: bool
+    devices: tuple[Device, ...]
+
+    @classmethod
+    def probe(cls) -> Self:
+        """Look for devices; where that fails, there is the CPU. Raises nothing.
+
+        Takes up to 0.8 s where ``nvidia-smi`` is asked, and keeps nothing: call it once.
+        """
+        return cls._of(find_devices())
+
+    @classmethod
+    def try_probe(cls) -> Self:
+        """Look for devices.
+
+        Raises:
+            MeshError: If CuPy or ``nvidia-smi`` is there but fails. Having neither is no failure.
+        """
+        return cls._of(probe_devices())
+
+    @classmethod
+    def try_probe_with_timeout(
+        cls, timeout_s: float, *, environment: Mapping[str, str] | None = None
+    ) -> Self:
+        """Look for devices for at most `timeout_s` seconds.
+
+        CuPy is asked if it is already imported, else ``nvidia-smi`` if it is installed.
+
+        Args:
+            timeout_s: Limit for all programs that are started.
+            environment: Where ``CUDA_VISIBLE_DEVICES`` is looked up; the process's own if None.
+
+        Raises:
+            MeshError: As for :meth:`try_probe`, or if `timeout_s` is not above 0.
+        """
+        return cls._of(probe_devices(timeout_s, environment=environment))
+
+    @classmethod
+    def _of(cls, devices: tuple[Device, ...]) -> Self:
+        cpu, system = cpu_device(), os.uname()
+        backends = {device.backend for device in devices}
+        return cls(
+            cpu_cores=cpu.compute_units,
+            total_memory=cpu.memory_mb << 20,
+            os_type=system.sysname,
+            os_release=system.release,
+            has_cuda=DeviceBackend.CUDA in backends,
+            has_metal=False,
+            has_rocm=DeviceBackend.ROCM in backends,
+            has_directml=False,
+            devices=devices,
+        )
+
+    def best_gpu(self) -> Device | None:
+        """Return the GPU with the most memory, of equal ones the newest; None without a GPU."""
+        return self.best_gpu_with_preference(None)
+
+    def best_gpu_with_preference(self, preference: GpuPreference | None) -> Device | None:
+        """Return the best GPU among those that `preference` matches; None if none does."""
+        fitting = [
+            device
+            for device in self.devices
+            if device.backend.is_gpu and (preference is None or preference.matches(device))
+        ]
+        return max(fitting, key=_strength, default=None)
+
+    def cuda_devices(self) -> tuple[Device, ...]:
+        """Return the CUDA devices."""
+        return tuple(device for device in self.devices if device.backend == DeviceBackend.CUDA)
+
+    def get_best_provider(self) -> str:
+        """Return the backend to compute on: cuda, metal, rocm, oneapi, directml or cpu."""
+        names = ("cuda", "metal", "rocm", "oneapi", "directml", "cpu")
+        return next(name for name in names if self.has_provider(name))
+
+    def has_provider(self, name: str) -> bool:
+        """Tell whether backend `name` can be used; ``cpu`` always can."""
+        backend = DeviceBackend(name)
+        return backend == DeviceBackend.CPU or any(d.backend == backend for d in self.devices)
+
+
+def _strength(device: Device) -> tuple[int, tuple[int, ...], int]:
+    capability = tuple(int(part) for part in (device.compute_capability or "0").split("."))
+    return device.memory_mb, capability, -device.id

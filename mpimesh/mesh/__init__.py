@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from mpimesh.mesh.device import Device, DeviceBackend, pick_device
-from mpimesh.mesh.dims import (
-    MAX_RANKS,
-    DimsLike,
-    MeshDimension,
-    NamesLike,
-    shapes_that_fit,
-    world_size_error,
-)
-from mpimesh.mesh.mesh import Mesh, MeshLike
-from mpimesh.mesh.probe import DeviceInfo, GpuPreference, cpu_device
-from mpimesh.mesh.stats import (
+from mpimesh.mesh.device import (
+    Device,
+    DeviceBackend,
     DeviceTable,
     SharedGpu,
+    pick_device,
     shared_gpus,
     sharing_text,
 )
+from mpimesh.mesh.dims import MAX_RANKS, DimsLike, MeshDimension, NamesLike
+from mpimesh.mesh.mesh import Mesh, MeshLike
+from mpimesh.mesh.probe import cpu_device, find_devices
 from mpimesh.mesh.topology import (
     WORLD,
     DataParallelTopology,
@@ -35,10 +30,8 @@ __all__ = [
     "DataParallelTopology",
     "Device",
     "DeviceBackend",
-    "DeviceInfo",
     "DeviceTable",
     "DimsLike",
-    "GpuPreference",
     "GroupSpec",
     "Mesh",
     "MeshDimension",
@@ -50,9 +43,8 @@ __all__ = [
     "SharedGpu",
     "TensorParallelTopology",
     "cpu_device",
+    "find_devices",
     "pick_device",
-    "shapes_that_fit",
     "shared_gpus",
     "sharing_text",
-    "world_size_error",
 ]

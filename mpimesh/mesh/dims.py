@@ -104,11 +104,6 @@ def dims_text(dims: Iterable[tuple[str, int]]) -> str:
     return ",".join(f"{name}={size}" for name, size in dims)
 
 
-def default_names(ndim: int) -> tuple[str, ...]:
-    """Name dims that the caller gave no names: ``d0``, ``d1`` and so on."""
-    return tuple(f"d{k}" for k in range(ndim))
-
-
 def parse_names(names: NamesLike) -> tuple[str, ...]:
     """Split ``"dp,pp"`` into names; a sequence of names is taken as it is."""
     if isinstance(names, str):
@@ -227,16 +222,12 @@ def world_size_error(
     nodes = ""
     if ranks_per_node is not None and world_size % ranks_per_node == 0:
         nodes = f" ({world_size // ranks_per_node} nodes x {ranks_per_node} ranks)"
+    near = [dims_text(shape) for shape in shapes_that_fit(dims, world_size)]
+    cure = f"meshes that fit: {' or '.join(near)}" if near else "a mesh without dims has 1 rank"
     return WorldSizeError(
         f"mesh {dims_text(dims) or '()'} needs {multiple}{product} ranks, but the world has "
-        f"{world_size}{nodes}; {advice(dims, world_size)}"
+        f"{world_size}{nodes}; {cure}"
     )
-
-
-def advice(dims: Sequence[MeshDimension], world_size: int) -> str:
-    """Name the nearest meshes that have `world_size` ranks."""
-    near = [dims_text(shape) for shape in shapes_that_fit(dims, world_size)]
-    return f"meshes that fit: {' or '.join(near)}" if near else "a mesh without dims has 1 rank"
 
 
 def shapes_that_fit(

@@ -20,7 +20,6 @@ from mpimesh.mesh.dims import (
     NamesLike,
     check_dim_name,
     check_world_size,
-    default_names,
     dim_numbers,
     dims_text,
     fit_dims,
@@ -159,13 +158,6 @@ class Mesh:
     # -- other ways to make one ------------------------------------------------
 
     @classmethod
-    def parse(cls, text: str, *, world_size: int | None = None, name: str = "") -> Mesh:
-        """Read ``"dp=2,pp=2"``, or ``"dp=-1,pp=2"`` where `world_size` is given."""
-        if not isinstance(text, str):
-            raise MeshError(f"mesh dims must be a text like 'dp=2,pp=2', got {text!r}")
-        return cls(text, world_size=world_size, name=name)
-
-    @classmethod
     def from_ids(
         cls,
         shape: Sequence[int],
@@ -183,7 +175,8 @@ class Mesh:
             name: Name of the mesh.
         """
         shape = as_items(shape, "shape")
-        names = default_names(len(shape)) if dim_names is None else parse_names(dim_names)
+        names = tuple(f"d{k}" for k in range(len(shape)))
+        names = names if dim_names is None else parse_names(dim_names)
         if len(names) != len(shape):
             raise MeshError(f"shape {shape} has {len(shape)} dims, but the names are {names}")
         return cls(list(zip(names, shape, strict=True)), ids, name=name)

@@ -124,7 +124,7 @@ def _checked_ranks(name: str, ranks: Sequence[int]) -> Sequence[int]:
 
 
 def _bounds(ranks: Sequence[int]) -> tuple[int, int]:
-    """Return the smallest and the largest of `ranks`."""
+    """Return the smallest and the largest of `ranks`, of a range without going through it."""
     ends = (ranks[0], ranks[-1]) if isinstance(ranks, range) else ranks
     return min(ends), max(ends)
 
@@ -192,13 +192,14 @@ class MeshTopology(ABC):
     def expected_world_size(self) -> int:
         """Number of ranks it is made for; 1 where any number will do."""
 
+    @property
     @abstractmethod
-    def _check_enough(self, world_size: int) -> None:
-        """Raise WorldSizeError if `world_size` is too small."""
+    def _need(self) -> str:
+        """The rule that fewer ranks than :attr:`expected_world_size` break, for the error."""
 
-    @abstractmethod
     def _used(self, world_size: int) -> int:
         """Return how many of `world_size` ranks it uses."""
+        return self.expected_world_size
 
     @abstractmethod
     def _dims(self, used: int) -> list[tuple[str, int]]:
@@ -222,7 +223,8 @@ class MeshTopology(ABC):
             WorldSizeError: If there are too few ranks, or leftover ones without `allow_idle`.
         """
         world_size = check_world_size(world_size)
-        self._check_enough(world_size)
+        if world_size < self.expected_world_size:
+            raise WorldSizeError(f"{self._need}, got {world_size} devices")
         used = self._used(world_size)
         if not as_flag(allow_idle, "allow_idle") and used != world_size:
             raise WorldSizeError(
@@ -265,11 +267,9 @@ class DataParallelTopology(MeshTopology):
         """`n`, or 1 where any number of ranks will do."""
         return self.n or 1
 
-    def _check_enough(self, world_size: int) -> None:
-        if self.n is not None and world_size < self.n:
-            raise WorldSizeError(
-                f"Data parallel requires at least {self.n} devices, got {world_size}"
-            )
+    @property
+    def _need(self) -> str:
+        return f"Data parallel requires at least {self.n} devices"
 
     def _used(self, world_size: int) -> int:
         return self.n or world_size
@@ -316,12 +316,9 @@ class TensorParallelTopology(MeshTopology):
         """`degree`; any multiple of it makes replicas."""
         return self.degree
 
-    def _check_enough(self, world_size: int) -> None:
-        if world_size < self.degree:
-            raise WorldSizeError(
-                f"Tensor parallel degree {self.degree} requires at least {self.degree} devices, "
-                f"got {world_size}"
-            )
+    @property
+    def _need(self) -> str:
+        return f"Tensor parallel degree {self.degree} requires at least {self.degree} devices"
 
     def _used(self, world_size: int) -> int:
         return world_size - world_size % self.degree
@@ -358,14 +355,9 @@ class PipelineParallelTopology(MeshTopology):
         """`stages`."""
         return self.stages
 
-    def _check_enough(self, world_size: int) -> None:
-        if world_size < self.stages:
-            raise WorldSizeError(
-                f"Pipeline parallel requires {self.stages} stages, got {world_size} devices"
-            )
-
-    def _used(self, world_size: int) -> int:
-        return self.stages
+    @property
+    def _need(self) -> str:
+        return f"Pipeline parallel requires {self.stages} stages"
 
     def _dims(self, used: int) -> list[tuple[str, int]]:
         return [("pp", used)]
@@ -396,15 +388,12 @@ class MixedTopology(MeshTopology):
         """``tp * pp * dp``."""
         return self.tp * self.pp * self.dp
 
-    def _check_enough(self, world_size: int) -> None:
-        if world_size < self.expected_world_size:
-            raise WorldSizeError(
-                f"Mixed parallelism (TP={self.tp}, PP={self.pp}, DP={self.dp}) requires "
-                f"{self.expected_world_size} devices, got {world_size}"
-            )
-
-    def _used(self, world_size: int) -> int:
-        return self.expected_world_size
+    @property
+    def _need(self) -> str:
+        return (
+            f"Mixed parallelism (TP={self.tp}, PP={self.pp}, DP={self.dp}) requires "
+            f"{self.expected_world_size} devices"
+        )
 
     def _dims(self, used: int) -> list[tuple[str, int]]:
         return [("dp", self.dp), ("pp", self.pp), ("tp", self.tp)]
@@ -432,5 +421,4 @@ _KINDS: dict[str, Callable[..., MeshTopology]] = {
 
 def _check_positive(**values: object) -> None:
     for name, value in values.items():
-        if as_int(value, name) < 1:
-            raise MeshError(f"{name} must be at least 1, got {value}")
+        as_int(value, name, least=1)

@@ -39,7 +39,7 @@ from mpimesh.mesh import (
     sharing_text,
 )
 from mpimesh.mesh.dims import parse_dims
-from mpimesh.mesh.gpus import cupy_in_use, make_current
+from mpimesh.mesh.probe import cupy_in_use, make_current
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call, call_site, site_line
 from mpimesh.runtime.context import MeshContext

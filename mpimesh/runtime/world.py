@@ -25,7 +25,7 @@ from mpimesh.errors import (
     RankError,
     on_all_ranks,
 )
-from mpimesh.mesh import WORLD, Device, DeviceInfo
+from mpimesh.mesh import WORLD, Device, find_devices
 from mpimesh.runtime.agreement import announce
 from mpimesh.runtime.call import Call, call_site, site_text
 from mpimesh.runtime.control import ControlChannels
@@ -88,7 +88,7 @@ class World:
     def devices(self) -> tuple[Device, ...]:
         """Return the devices of this process, looked for once: drivers answer slowly. Local."""
         if not self._devices:
-            self._devices = DeviceInfo.probe().devices
+            self._devices = find_devices()
         return self._devices
 
     def open_communicator(self, comm: Any, settings: Settings) -> Communicator:

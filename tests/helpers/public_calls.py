@@ -171,7 +171,6 @@ _plain(
     mm.Mesh,
     {
         "from_ids": {"shape": (2,), "ids": [0, 1]},
-        "parse": {"text": "dp=2"},
     },
 )
 _plain(

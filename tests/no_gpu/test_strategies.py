@@ -14,7 +14,7 @@ from mpimesh.comm.device_communicator import DeviceCommunicator, device_communic
 from mpimesh.comm.host_strategies import Staged
 from mpimesh.comm.nccl import generate_id, nccl_library
 from mpimesh.errors import TransportError
-from mpimesh.mesh import DeviceInfo
+from mpimesh.mesh.probe import probe_devices
 from tests.devices.alone import Alone
 from tests.devices.operations import check_all, check_all_reduce, device, finish, numbers, same
 
@@ -77,7 +77,7 @@ def test_the_choice_and_messages():
 
 
 def test_the_gpu_as_cupy_describes_it():
-    (gpu,) = DeviceInfo.try_probe().devices
+    (gpu,) = probe_devices()
     assert gpu.backend.is_gpu
     assert gpu.partition_id == "GPU-01020304-0506-0708-090a-0b0c0d0e0f10"
 

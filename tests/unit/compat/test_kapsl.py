@@ -11,8 +11,10 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.compat.kapsl import (
+    DeviceInfo,
     DeviceMesh,
     DistributedOps,
+    GpuPreference,
     GroupBackend,
     MeshRouter,
     MeshStats,
@@ -31,7 +33,7 @@ from mpimesh.errors import (
     UnknownNameError,
     WorldSizeError,
 )
-from mpimesh.mesh import Device, DeviceBackend, DeviceInfo, DeviceTable, GpuPreference, MeshTopology
+from mpimesh.mesh import Device, DeviceBackend, DeviceTable, MeshTopology
 from tests.helpers.compat_programs import every_kapsl_operation
 from tests.helpers.raises import raises
 from tests.helpers.ranks import on

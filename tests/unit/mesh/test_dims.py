@@ -21,7 +21,7 @@ names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,5}", fullmatch=True).filter(
 def test_text_mapping_and_pairs_are_the_same(sizes, space):
     mesh = Mesh(sizes)
     text = f"{space},{space}".join(f"{name}{space}={space}{size}" for name, size in sizes.items())
-    assert Mesh.parse(text) == mesh == Mesh(list(sizes.items())) == Mesh(mesh.dims)
+    assert Mesh(text) == mesh == Mesh(list(sizes.items())) == Mesh(mesh.dims)
     assert mesh.dims_text == text.replace(" ", "")
     numpy_sizes: Any = ((name, np.int32(size)) for name, size in sizes.items())
     assert Mesh(numpy_sizes) == mesh

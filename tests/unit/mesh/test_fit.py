@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mpimesh.errors import MeshError, WorldSizeError
-from mpimesh.mesh import Mesh, MeshDimension, shapes_that_fit
+from mpimesh.mesh import Mesh, MeshDimension
+from mpimesh.mesh.dims import shapes_that_fit
 from tests.helpers.raises import raises
 
 
@@ -22,10 +23,7 @@ from tests.helpers.raises import raises
     ],
 )
 def test_the_error_is_one_line_with_all_numbers(text, world, values):
-    makes: list[Callable[[], object]] = [
-        lambda: Mesh.parse(text, world_size=world),
-        lambda: Mesh(text, world_size=world),
-    ]
+    makes: list[Callable[[], object]] = [lambda: Mesh(text, world_size=world)]
     if "-1" not in text:
         makes.append(lambda: Mesh(text).check_world(world))
     for make in makes:
@@ -42,7 +40,7 @@ def test_the_error_tells_the_nodes_where_known():
 
 
 def test_one_dim_may_be_left_open():
-    assert Mesh.parse("dp=-1,pp=2", world_size=8) == Mesh("dp=4,pp=2")
+    assert Mesh("dp=-1,pp=2", world_size=8) == Mesh("dp=4,pp=2")
     assert Mesh("dp=-1", world_size=1) == Mesh("dp=1")
     with raises(MeshError, "world_size", 0):
         Mesh("dp=-1", world_size=0)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mpimesh.mesh import cpu_device
-from mpimesh.mesh.probe import cpus_of_text, cpus_text, memory_limit_bytes
+from mpimesh.mesh.device import cpus_of_text, cpus_text
+from mpimesh.mesh.probe import memory_limit_bytes
 
 TOTAL = 8 << 20
 NO_LIMIT_V1 = "9223372036854771712"

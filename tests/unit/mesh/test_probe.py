@@ -7,10 +7,10 @@ from time import perf_counter
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, strategies as st
 
 from mpimesh.errors import MeshError
-from mpimesh.mesh import Device, DeviceBackend, DeviceInfo, GpuPreference
+from mpimesh.mesh import Device, DeviceBackend, find_devices
+from mpimesh.mesh.probe import probe_devices
 from tests.helpers.raises import raises
 
 H200 = "0, NVIDIA H200, GPU-aa11, 143771, 00000000:18:00.0, 570.86.15, 3, 32, Disabled, 9.0"
@@ -49,32 +49,21 @@ def smi(tmp_path, monkeypatch):
 
 def probe(**environment):
     # A slow machine must not turn a fake program into a time-out.
-    return DeviceInfo.try_probe_with_timeout(30, environment=environment)
+    return probe_devices(30, environment=environment)
 
 
 @pytest.mark.usefixtures("smi")
 def test_without_a_gpu_there_is_the_cpu():
-    info = DeviceInfo.try_probe()
-    assert info == DeviceInfo.probe()
-    (cpu,) = info.devices
+    (cpu,) = probe_devices()
+    assert find_devices() == (cpu,)
     assert cpu.backend == DeviceBackend.CPU
-    assert info.cpu_cores == cpu.compute_units == len(os.sched_getaffinity(0))
+    assert cpu.compute_units == len(os.sched_getaffinity(0))
     assert 0 < cpu.memory_mb <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
-    assert info.total_memory >> 20 == cpu.memory_mb
-    assert (info.os_type, info.os_release) == (os.uname().sysname, os.uname().release)
-    assert not any([info.has_cuda, info.has_metal, info.has_rocm, info.has_directml])
-    assert info.best_gpu() is None
-    assert info.best_gpu_with_preference(None) is None
-    assert info.cuda_devices() == ()
-    assert info.get_best_provider() == "cpu"
-    assert info.has_provider("CPU")
-    assert not info.has_provider("cuda")
 
 
 def test_gpus_of_nvidia_smi(smi):
     smi(f"{H200}\n{A100}\n\n")
-    info = probe()
-    h200, a100 = info.devices
+    h200, a100 = probe()
     assert h200 == Device(
         id=0,
         name="NVIDIA H200",
@@ -92,15 +81,11 @@ def test_gpus_of_nvidia_smi(smi):
     )
     assert (a100.id, a100.compute_units, a100.pci_bus_id) == (1, 108, "0000:3b:00.0")
     assert a100.utilization_gpu_pct is a100.temperature_c is None
-    assert info.has_cuda
-    assert info.cuda_devices() == info.devices
-    assert info.best_gpu() is h200
-    assert info.get_best_provider() == "cuda"
 
 
 def test_mig_instances_take_the_place_of_their_gpu(smi):
     smi(f"{H200}\n{SPLIT}\n", LIST)
-    devices = probe().devices
+    devices = probe()
     assert [device.name for device in devices] == [
         "NVIDIA H200",
         "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
@@ -119,7 +104,7 @@ def test_an_old_driver_without_compute_cap(smi):
         before='case "$*" in *compute_cap*) '
         "echo 'Field \"compute_cap\" is not a valid field to query.'; exit 2;; esac",
     )
-    (device,) = probe().devices
+    (device,) = probe()
     assert device.compute_capability is None
     assert device.supports_fp16
     assert len(calls.read_text().splitlines()) == 2
@@ -142,7 +127,7 @@ def test_an_old_driver_without_compute_cap(smi):
 )
 def test_cuda_visible_devices_is_heeded(smi, wanted, names):
     smi(f"{H200}\n{A100}\n")
-    devices = probe(CUDA_VISIBLE_DEVICES=wanted).devices
+    devices = probe(CUDA_VISIBLE_DEVICES=wanted)
     assert [device.id for device in devices] == list(range(len(names)))
     for device, name in zip(devices, names, strict=True):
         assert device.partition_id.startswith(name)
@@ -162,12 +147,12 @@ def test_a_failing_nvidia_smi(smi, rows, before, values):
     smi(rows, before=before)
     with raises(MeshError, *values):
         probe()
-    assert [device.backend for device in DeviceInfo.probe().devices] == [DeviceBackend.CPU]
+    assert [device.backend for device in find_devices()] == [DeviceBackend.CPU]
 
 
 def test_unknown_cells_are_left_out(smi):
     smi("0, Some GPU, [N/A], [N/A], weird, [Not Supported], x, y, [N/A], [N/A]")
-    (device,) = probe().devices
+    (device,) = probe()
     assert device == Device(
         0, "Some GPU", DeviceBackend.CUDA, supports_fp16=True, supports_int8=True
     )
@@ -175,15 +160,15 @@ def test_unknown_cells_are_left_out(smi):
 
 def test_no_devices_were_found(smi):
     smi("No devices were found\n")
-    assert probe().devices[0].backend == DeviceBackend.CPU
+    assert probe()[0].backend == DeviceBackend.CPU
 
 
 def test_a_hanging_nvidia_smi_is_left_behind(smi):
     smi(H200, before="sleep 60")
     start = perf_counter()
     with raises(MeshError, "nvidia-smi", "time"):
-        DeviceInfo.try_probe_with_timeout(0.2)
-    assert DeviceInfo.probe().devices[0].backend == DeviceBackend.CPU
+        probe_devices(0.2)
+    assert find_devices()[0].backend == DeviceBackend.CPU
     assert perf_counter() - start < 20
 
 
@@ -197,7 +182,7 @@ def test_an_nvidia_smi_that_cannot_start(smi, tmp_path):
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
 def test_a_timeout_must_be_above_zero(timeout_s):
     with raises(MeshError, "timeout_s", timeout_s):
-        DeviceInfo.try_probe_with_timeout(timeout_s)
+        probe_devices(timeout_s)
 
 
 # -- CuPy ------------------------------------------------------------------------
@@ -249,7 +234,7 @@ def cupy(smi, monkeypatch):
 
 def test_cupy_is_asked_where_it_is_imported(cupy):
     cupy(FakeRuntime())
-    devices = DeviceInfo.try_probe().devices
+    devices = probe_devices()
     assert devices[1] == Device(
         id=1,
         name="NVIDIA H200",
@@ -269,11 +254,9 @@ def test_cupy_for_rocm_or_of_an_older_version(cupy):
     runtime = FakeRuntime(count=1, uuid=None)
     runtime.is_hip = True
     cupy(runtime)
-    info = DeviceInfo.try_probe()
-    assert info.has_rocm
-    assert not info.has_cuda
-    assert info.get_best_provider() == "rocm"
-    assert (info.devices[0].partition_id, info.devices[0].compute_capability) == (None, None)
+    info = probe_devices()
+    assert info[0].backend == DeviceBackend.ROCM
+    assert (info[0].partition_id, info[0].compute_capability) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -287,76 +270,27 @@ def test_cupy_for_rocm_or_of_an_older_version(cupy):
 )
 def test_cupy_takes_the_bytes_of_a_uuid_for_text(raw, text, cupy):
     cupy(FakeRuntime(count=1, uuid=raw))
-    device = DeviceInfo.try_probe().devices[0]
+    device = probe_devices()[0]
     assert device.partition_id == text
     assert device.identity is not None
 
 
 def test_cupy_without_a_gpu(cupy):
     cupy(FakeRuntime(count=None))
-    assert DeviceInfo.try_probe().devices[0].backend == DeviceBackend.CPU
+    assert probe_devices()[0].backend == DeviceBackend.CPU
 
 
 def test_cupy_that_cannot_describe_its_devices(cupy):
     cupy(FakeRuntime(major="?"))
     with raises(MeshError, "CuPy", "'?'"):
-        DeviceInfo.try_probe()
-    assert DeviceInfo.probe().devices[0].backend == DeviceBackend.CPU
+        probe_devices()
+    assert find_devices()[0].backend == DeviceBackend.CPU
 
 
 def test_probing_imports_neither_mpi_nor_cupy():
     code = (
-        "import sys; from mpimesh.mesh import DeviceInfo; DeviceInfo.probe(); "
+        "import sys; from mpimesh.mesh import find_devices; find_devices(); "
         "print([m for m in ('mpi4py.MPI', 'cupy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-# -- choosing a GPU --------------------------------------------------------------
-
-GPUS = [
-    Device(0, "NVIDIA A100", DeviceBackend.CUDA, 40960, pci_bus_id="0000:3b:00.0",
-           partition_id="GPU-bb22", compute_capability="8.0"),
-    Device(1, "NVIDIA H200", DeviceBackend.CUDA, 40960, pci_bus_id="0000:18:00.0",
-           partition_id="MIG-cc33", compute_capability="10.0"),
-    Device(2, "NVIDIA T4", DeviceBackend.CUDA, 16000, pci_bus_id=None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("text", "kind", "ids"),
-    [
-        ("cuda:1", "backend_id", [1]),
-        ("CUDA:01", "backend_id", [1]),
-        ("rocm:1", "backend_id", []),
-        ("mig:cc33", "partition", [1]),
-        ("MIG:MIG-cc", "partition", [1]),
-        ("partition:GPU-bb22", "partition", [0]),
-        ("0000:3B:00.0", "pci", [0]),
-        ("3b:00.0", "pci", [0]),
-        ("b:00.0", "pci", []),
-        ("h200", "name", [1]),
-        (" nvidia ", "name", [0, 1, 2]),
-        ("a:b", "name", []),
-    ],
-)
-def test_preferences(text, kind, ids):
-    preference = GpuPreference.parse(text)
-    assert preference is not None
-    assert preference.kind == kind
-    assert [gpu.id for gpu in GPUS if preference.matches(gpu)] == ids
-    assert GpuPreference.parse(str(preference)) == preference
-    info = DeviceInfo(1, 1, "Linux", "1", True, False, False, False, tuple(GPUS))
-    best = info.best_gpu_with_preference(preference)
-    # Of equal memory the newer one, and 10.0 is newer than 8.0.
-    assert (best and best.id) == (None if not ids else 1 if 1 in ids else ids[0])
-
-
-@given(st.text())
-def test_any_preference_can_be_read(text):
-    preference = GpuPreference.parse(text)
-    assert (preference is None) == (not text.strip())
-    if preference is not None:
-        assert all(preference.matches(gpu) in (True, False) for gpu in GPUS)
-        assert GpuPreference.parse(str(preference)) == preference

@@ -17,7 +17,7 @@ from mpimesh.mesh import (
     shared_gpus,
     sharing_text,
 )
-from mpimesh.mesh.gpus import cupy_number, parse_mig, parse_row, visible_devices
+from mpimesh.mesh.probe import cupy_number, parse_mig, parse_row, visible_devices
 from mpimesh.runtime.world import World
 from tests.devices.gpu_runtime import CupyOfDevices, uuid_of
 from tests.helpers.raises import raises
@@ -124,8 +124,8 @@ def test_cpus_and_unknown_gpus_are_not_shared():
 def test_what_is_said_names_ranks_node_and_gpu_and_the_way_out():
     text = sharing_text(shared_gpus(chosen(GPUS[:2], [{}] * 4)))
     first, second = uuid_of(DIGITS[0]), uuid_of(DIGITS[1])
-    assert f"ranks 0 and 2: GPU 0 of node n0, NVIDIA A100-SXM4-40GB, {first}" in text
-    assert f"ranks 1 and 3: GPU 1 of node n0, NVIDIA A100-SXM4-40GB, {second}" in text
+    assert f"ranks 0, 2: GPU 0 of node n0, NVIDIA A100-SXM4-40GB, {first}" in text
+    assert f"ranks 1, 3: GPU 1 of node n0, NVIDIA A100-SXM4-40GB, {second}" in text
     assert "--gpus-per-task=1" in text
     assert "MPIMESH_SHARED_GPU=allow" in text
     many = shared_gpus(chosen(GPUS[:1], [{}] * 12, [f"n{k // 2}" for k in range(12)]))
@@ -239,7 +239,7 @@ def test_sharing_can_be_refused(cupy, monkeypatch):
     first = uuid_of(DIGITS[0])
 
     def main():
-        with raises(MeshError, "ranks 0, 1 and 2", "GPU 0", first) as caught:
+        with raises(MeshError, "ranks 0-2", "GPU 0", first) as caught:
             mm.DeviceMesh("x=-1")
         assert caught.value.agreed
 

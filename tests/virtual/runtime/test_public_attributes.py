@@ -44,7 +44,7 @@ NAMES = {
     "Mesh": """
         check_world contains_dim contains_rank coord_of coords_of dim_names dim_size dims
         dims_text flatten from_ids group_index group_ranks groups ids name ndim neighbour
-        num_groups offset_of parse place_in_group rank_at rank_of shape size strides
+        num_groups offset_of place_in_group rank_at rank_of shape size strides
         submesh submesh_of unflatten
     """,
 }
