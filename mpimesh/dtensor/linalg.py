@@ -12,10 +12,12 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 from numpy.linalg import LinAlgError
 
+from mpimesh.dtensor.consistency import raise_together
 from mpimesh.dtensor.contract import matmul, outer, tensordot
 from mpimesh.dtensor.dispatch import implements, may_gather, name_of, sure_rule_of
 from mpimesh.dtensor.dtensor import DTensor, common_mesh, gathered
 from mpimesh.dtensor.elementwise import call
+from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.reduce import is_given, reduce, reduce_blocks
 from mpimesh.dtensor.reshape import expand_dims, moveaxis, reshape, row_along, squeeze
 from mpimesh.dtensor.run import (
@@ -29,7 +31,7 @@ from mpimesh.dtensor.run import (
     store,
 )
 from mpimesh.errors import NoRuleError, ShapeError, on_all_ranks
-from mpimesh.layout import Shard
+from mpimesh.layout import Layout, Placement, Shard
 
 __all__: list[str] = []
 
@@ -176,13 +178,19 @@ def _rows_are_whole(x: DTensor) -> bool:
 def _of_matrix(function: Callable[..., Any]) -> None:
     @implements(function)
     def do(a: Any, *args: Any, **options: Any) -> Any:
-        found = _stacked(function, [a], ["mn"], args, options)
-        if found is None:
-            return gathered(function, (a, *args), options)
-        if len(found) == 1:
-            return found[0]
-        kind = type(_with_options(function, args, options)(np.empty((0, *a.shape[-2:]), a.dtype)))
-        return kind(*found) if hasattr(kind, "_fields") else tuple(found)
+        return _of_matrices(function, a, args, options)
+
+
+def _of_matrices(
+    function: Callable[..., Any], a: DTensor, args: Sequence[Any], options: dict[str, Any]
+) -> Any:
+    found = _stacked(function, [a], ["mn"], args, options)
+    if found is None:
+        return gathered(function, (a, *args), options)
+    if len(found) == 1:
+        return found[0]
+    kind = type(_with_options(function, args, options)(np.empty((0, *a.shape[-2:]), a.dtype)))
+    return kind(*found) if hasattr(kind, "_fields") else tuple(found)
 
 
 for _name in (
@@ -193,10 +201,7 @@ for _name in (
     "eigvalsh",
     "inv",
     "matrix_power",
-    "qr",
     "slogdet",
-    "svd",
-    "svdvals",
 ):
     _of_matrix(getattr(np.linalg, _name))
 
@@ -256,6 +261,127 @@ def work_named(work: Callable[..., Any], function: Callable[..., Any]) -> Callab
 
 _eigen(np.linalg.eig)
 _eigen(np.linalg.eigvals)
+
+
+# -- a tall matrix whose rows are split ----------------------------------------------------------
+
+
+@implements(np.linalg.qr)
+def qr(a: DTensor, mode: str = "reduced") -> Any:
+    """Return the QR factorisation of matrices: Q laid out as `a`, R on all ranks.
+
+    One matrix whose rows are split must be tall: each rank factorises its block, gathers the
+    triangles of all blocks, and factorises these (TSQR). Collective then.
+
+    Args:
+        a: A tall matrix, or a stack of matrices that are whole.
+        mode: As NumPy's; of a tall split matrix "reduced" or "r".
+
+    Raises:
+        NoRuleError: If a matrix is split in another way, or `mode` is another.
+
+    Cost:
+        Every rank gets min(rows, n) rows of n elements of each block with n columns.
+    """
+    problem = "" if mode in ("reduced", "r") else "of mode 'reduced' or 'r' alone: Q is as tall"
+    if not _is_split_and_tall(np.linalg.qr, a, problem):
+        return _of_matrices(np.linalg.qr, a, (mode,), {})
+    return _of_blocks(np.linalg.qr, a, with_rows=mode == "reduced", mode=mode)
+
+
+@implements(np.linalg.svd)
+def svd(
+    a: DTensor, full_matrices: bool = True, compute_uv: bool = True, hermitian: bool = False
+) -> Any:
+    """Return the singular value decomposition of matrices: U laid out as `a`, S and V on all ranks.
+
+    A tall matrix whose rows are split is decomposed as in :func:`qr`, with errors and cost as there;
+    only with ``full_matrices=False``, or without U and V.
+    """
+    options = {"full_matrices": full_matrices, "compute_uv": compute_uv}
+    problem = "with full_matrices=False alone" if full_matrices and compute_uv else ""
+    if not _is_split_and_tall(np.linalg.svd, a, problem):
+        return _of_matrices(np.linalg.svd, a, (), options | {"hermitian": hermitian})
+    return _of_blocks(np.linalg.svd, a, with_rows=compute_uv, **options)
+
+
+@implements(np.linalg.svdvals)
+def svdvals(x: DTensor, /) -> Any:
+    """Return the singular values of matrices; of a tall split one as :func:`svd`."""
+    if not _is_split_and_tall(np.linalg.svdvals, x):
+        return _of_matrices(np.linalg.svdvals, x, (), {})
+    return _of_blocks(np.linalg.svdvals, x, with_rows=False)
+
+
+def _is_split_and_tall(function: Callable[..., Any], x: DTensor, problem: str = "") -> bool:
+    """Tell whether `x` is one matrix for :func:`_of_blocks`; False for what is whole or gathered.
+
+    Raises:
+        NoRuleError: If it is one split matrix, but wide, or its columns are split, or there is
+            another `problem`, and gathering is not allowed.
+    """
+    if x.ndim != 2 or are_in_reach(x, 2):
+        return False
+    rows = ["S0" if isinstance(spec, Shard) else str(spec) for spec in x.placement]
+    by_rows = f"x.redistribute({Placement(rows).named(x.layout.mesh.dim_names)!r})"
+    if x.shape[0] < x.shape[1]:
+        problem = "of tall ones, and this one is wide: decompose its transpose, by rows"
+        problem += f", {by_rows.replace('x.', 'x.T.', 1)}"
+    elif any(isinstance(spec, Shard) and spec.axis == 1 for spec in x.placement):
+        problem = f"split by rows, and the columns of this one are split: take {by_rows}"
+    if problem and not may_gather():
+        raise on_all_ranks(
+            NoRuleError(
+                f"{name_of(function)} works on split matrices {problem}; got {x!r}. Or call it "
+                "within `with mm.allow_gather():`, where every rank gets the whole matrix"
+            )
+        )
+    return not problem
+
+
+def _of_blocks(
+    function: Callable[..., Any], x: DTensor, *, with_rows: bool, **options: Any
+) -> Any:
+    """Do `function` of a tall matrix by the triangles of its blocks. Collective.
+
+    With blocks A_i = Q_i R_i, and the R_i below each other = U B, the matrix is the Q_i U_i below
+    each other times B: all but U is the same for the matrix and for the R_i.
+
+    Args:
+        function: NumPy's.
+        x: The matrix.
+        with_rows: Whether the first result is U, as tall as the matrix.
+        options: Those of `function`.
+    """
+    x, columns = reduced(x), x.shape[1]
+    heights = np.diff(x.layout.tiling(x.shape).bounds[0])
+    specs = [Shard(0) if isinstance(spec, Shard) else spec for spec in x.placement]
+    padded = Layout(x.layout.mesh, specs)  # all triangles with as many rows
+    shape = (len(heights) * columns, columns)
+    block, triangles = None, np.eye(columns, dtype=x.dtype)  # on ranks that the mesh leaves out
+    if x.is_member:
+        left, triangle = np.linalg.qr(x.local)
+        own = x.mesh.shared_empty((columns, columns), triangle.dtype)
+        own[: len(triangle)], own[len(triangle) :] = triangle, 0
+        every = DTensor(x.mesh, padded, shape, own.dtype, own).full()
+        used = (np.arange(columns) < heights[:, None]).reshape(-1)
+        triangles = every[used]
+    with raise_together(x.mesh, name_of(function), needed=x.is_member):
+        made = function(triangles, **options)
+    results = list(made) if isinstance(made, tuple) else [made]
+    if x.is_member and with_rows:
+        first = int(used[: padded.box(shape, x.mesh.rank)[0][0]].sum())
+        upper = results[0][first : first + len(triangle)]
+        block = x.mesh.shared_empty(x.local.shape, upper.dtype)
+        np.matmul(left, upper, out=block)
+    alike = Layout.replicated(x.layout.mesh)
+    found = [
+        DTensor(x.mesh, x.layout, x.shape, one.dtype, block)
+        if with_rows and one is results[0]
+        else DTensor(x.mesh, alike, one.shape, one.dtype, one if x.is_member else None)
+        for one in results
+    ]
+    return type(made)(*found) if isinstance(made, tuple) else found[0]
 
 
 # -- two ---------------------------------------------------------------------------------------

@@ -141,13 +141,14 @@ def _matrices(d: Draw, rule: str) -> str:
         text = f"{rule}({x}{d.options(rtol=[tolerance, '1e-3'])})"
         return text if name == "pinv" or d.chance(0.6) else f"{rule}({x}, tol={tolerance})"
     if name == "svd":
-        return f"np.linalg.svd({x}, full_matrices=False{d.options(compute_uv=[False])})[-1]"
+        options = d.pick("full_matrices=False)[1]", "compute_uv=False)")  # vectors have any sign
+        return f"np.linalg.svd({x}, {options}"
     if name == "eigh":
         return f"{rule}({x})[0]"
     if name == "eig":
         return f"{rule}({x})[0]"
     if name == "qr":
-        return f"np.linalg.qr({x}{d.options(mode='r complete reduced')})[-1]"
+        return f"np.abs(np.linalg.qr({x}{d.options(mode='r complete reduced')})[-1])"
     return f"{rule}({x}{d.options(p=['None', 1, repr('fro')]) if name == 'cond' else ''})"
 
 

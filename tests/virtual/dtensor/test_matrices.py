@@ -6,10 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
 import mpimesh as mm
+from mpimesh.arguments import digest_text
+from mpimesh.dtensor.consistency import gather_facts
 from mpimesh.errors import NoRuleError, ShapeError
-from tests.helpers.dtensor_check import agree, numbers, placements_of, split
+from tests.helpers.depth import examples
+from tests.helpers.dtensor_check import agree, layouts, numbers, on, placements_of, split
 from tests.helpers.rule_fuzz import check
 
 CLOSE = 1e-8
@@ -117,7 +121,7 @@ def test_matrices_that_are_split_within():
     def main():
         with mm.DeviceMesh("a=2") as mesh:
             for x in (split(a, mesh, "S0"), split(a, mesh, "S1")):
-                for function in (LINALG.inv, LINALG.eigvals, LINALG.qr):
+                for function in (LINALG.inv, LINALG.eigvals):
                     with pytest.raises(NoRuleError, match=rf"linalg\.{function.__name__}\b"):
                         function(x)
                 with pytest.raises(NoRuleError, match="solve"):
@@ -130,6 +134,88 @@ def test_matrices_that_are_split_within():
                 np.testing.assert_allclose(solved.full(), inverse.full(), atol=CLOSE)
 
     mm.run_virtual(2, main)
+
+
+def rough(shape, dtype, seed=0):
+    """Normal numbers, or whole ones; complex ones in both parts."""
+    x = 4 * np.random.default_rng(seed).normal(size=(2, *shape))
+    return (x[0] + 1j * x[1] if np.dtype(dtype).kind == "c" else x[0]).astype(dtype)
+
+
+def check_factors(mesh, a, x):
+    """See that the factors of a tall split matrix are factors of it, and laid out as promised."""
+    kind = np.linalg.qr(a[:0])[1].dtype
+    close = 200 * np.finfo(kind).eps * (1 + np.abs(a).max(initial=0.0)) * (1 + sum(a.shape))
+    eye = np.eye(a.shape[1])
+    q, r = LINALG.qr(x)
+    u, s, vh = LINALG.svd(x, full_matrices=False)
+    for tall in (q, u):
+        assert tall.placement == x.redistribute(q.placement).placement
+        assert tall.dtype == kind
+        np.testing.assert_allclose(tall.full().conj().T @ tall.full(), eye, atol=close)
+    for small in (r, s, vh, LINALG.qr(x, mode="r"), LINALG.svd(x, compute_uv=False)):
+        assert small.layout.is_replicated
+        assert len(set(gather_facts(mesh, "bits", digest_text(small.local.tobytes())))) == 1
+    np.testing.assert_array_equal(r.local, np.triu(r.local))
+    np.testing.assert_allclose(q.full() @ r.local, a, atol=close)
+    np.testing.assert_allclose((u.full() * s.local) @ vh.local, a, atol=close)
+    expected = np.linalg.svd(a, compute_uv=False)
+    for values in (s, LINALG.svd(x, compute_uv=False), LINALG.svdvals(x)):
+        assert values.dtype == expected.dtype
+        np.testing.assert_allclose(values.local, expected, atol=close)
+
+
+@settings(max_examples=examples(12))
+@given(st.data())
+def test_tall_matrices_whose_rows_are_split(data):
+    """Also blocks of fewer rows than columns, or none, and no columns."""
+    columns = data.draw(st.integers(0, 4))
+    shape = (columns + data.draw(st.integers(0, 12)), columns)
+    ranks = data.draw(st.sampled_from((2, 3, 4)))
+    place = data.draw(layouts(shape, ranks).filter(lambda text: text[1:2] != "1"))
+    a = rough(shape, data.draw(st.sampled_from(("f4", "f8", "c8", "c16", "i4"))), columns)
+    a[:, : data.draw(st.sampled_from((0, 0, 1, 2)))] = data.draw(st.sampled_from((0, 1)))
+    on(f"a={ranks}", lambda mesh: check_factors(mesh, a, split(a, mesh, place)))
+
+
+@pytest.mark.parametrize("place", ["S0, S0", "S0, R", "P, S0", "R, S0", "S0(5,2), R"])
+def test_tall_matrices_on_several_dims(place):
+    a = rough((7, 3), float)
+    on("a=2,b=2", lambda mesh: check_factors(mesh, a, split(a, mesh, place)))
+
+
+def test_tall_matrices_move_their_triangles_alone():
+    def main(mesh):
+        x = mm.from_callback((4000, 4), mesh, "S0", lambda index: np.ones((1000, 4)))
+        before = mesh.traffic().snapshot()
+        LINALG.qr(x)
+        assert (mesh.traffic() - before).received_bytes < 3 * 4 * 4 * 8 + 1024
+
+    on("a=4", main)
+
+
+def test_the_cures_of_matrices_that_are_not_tall_by_rows():
+    tall, wide = rough((6, 2), float), rough((2, 6), float)
+
+    def main(mesh):
+        for function in (LINALG.qr, lambda x: LINALG.svd(x, full_matrices=False)):
+            with pytest.raises(NoRuleError, match=r"x\.redistribute\('a=S0'\)"):
+                function(split(tall, mesh, "S1"))
+            with pytest.raises(NoRuleError, match=r"wide.*x\.T\.redistribute\('a=S0'\)"):
+                function(split(wide, mesh, "S0"))
+        with pytest.raises(NoRuleError, match="full_matrices=False"):
+            LINALG.svd(split(tall, mesh, "S0"))
+        with pytest.raises(NoRuleError, match="reduced"):
+            LINALG.qr(split(tall, mesh, "S0"), "complete")
+        check_factors(mesh, tall, split(wide, mesh, "S1").T.redistribute("a=S0") * 0 + tall)
+        with mm.allow_gather():
+            u, s, _ = LINALG.svd(split(wide, mesh, "S0"))
+        assert (u.shape, s.shape) == ((2, 2), (2,))
+        x = split(np.full_like(tall, np.nan), mesh, "S0")
+        with pytest.raises(np.linalg.LinAlgError):
+            LINALG.svd(x, full_matrices=False)
+
+    on("a=2", main)
 
 
 def test_a_singular_matrix_on_one_rank_is_told_to_all():
