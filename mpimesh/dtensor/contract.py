@@ -13,7 +13,15 @@ from mpimesh.arrays import DType, HostArray
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.elementwise import call, plain, ufunc_rule
-from mpimesh.dtensor.run import Work, checked_out, linear_in, run, shape_of, store
+from mpimesh.dtensor.run import (
+    Work,
+    checked_out,
+    implements_by_name,
+    linear_in,
+    run,
+    shape_of,
+    store,
+)
 from mpimesh.errors import DTypeError, NoRuleError, ShapeError, on_all_ranks
 from mpimesh.layout.op_rules import (
     Contraction,
@@ -161,11 +169,11 @@ def vdot(a: Any, b: Any, /) -> DTensor:
     return _by_letters([row, row], [], [a, b], np.vdot)
 
 
-@implements(np.outer)
-def outer(a: Any, b: Any, out: Any = None) -> DTensor:
+@implements_by_name(np.outer)
+def outer(a: Any, b: Any) -> DTensor:
     """Return the products of all elements of `a` with all of `b`."""
     made: DTensor = ufunc_rule(np.multiply, "outer", (_flat(plain(a)), _flat(plain(b))), {})
-    return made if out is None else store(made, out)
+    return made
 
 
 def _gufunc(

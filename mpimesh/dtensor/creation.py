@@ -35,7 +35,7 @@ from mpimesh.dtensor.consistency import (
 )
 from mpimesh.dtensor.defaults import as_live
 from mpimesh.dtensor.dtensor import DTensor
-from mpimesh.dtensor.redistribute import start_redistribute
+from mpimesh.dtensor.redistribute import redistribution
 from mpimesh.errors import (
     ArrayValueError,
     DTypeError,
@@ -114,8 +114,9 @@ def distribute(
         )
     whole, shape, dtype = _facts_of(mesh, x, root)
     one = Layout(Mesh((), [root]), ())
-    started = start_redistribute(mesh, one, mesh, layout, shape, dtype, whole, lambda block: block)
-    return DTensor(mesh, layout, shape, dtype, started.resolve())
+    moving = redistribution(mesh, one, mesh, layout, shape, dtype)
+    block = moving.start(mesh, whole, lambda block: block).resolve()
+    return DTensor(mesh, layout, shape, dtype, block)
 
 
 def from_callback(

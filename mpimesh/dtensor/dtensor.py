@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from operator import getitem, setitem
 from typing import Any, NoReturn, overload
@@ -24,10 +25,10 @@ from mpimesh.dtensor.defaults import as_live
 from mpimesh.dtensor.dispatch import FACTS, FUNCTIONS, StandIn, name_of, rule_of, sure_rule_of
 from mpimesh.dtensor.methods import Methods
 from mpimesh.dtensor.redistribute import (
+    Redistribution,
     fitting_layout,
     plan_redistribute,
-    redistribute_again,
-    start_redistribute,
+    redistribution,
 )
 from mpimesh.errors import (
     DTypeError,
@@ -362,31 +363,26 @@ class DTensor(Methods):
         goal = self._mesh if mesh is None else mesh
         if out is not None:
             _check_out(self, goal, target, out)
-        shape, dtype, into = self._shape, self._dtype, None if out is None else out._block
+        into = None if out is None else out._block
 
         def made(block: HostArray | None) -> DTensor:
-            return out if out is not None else DTensor._of_block(goal, target, shape, dtype, block)
+            return out if out is not None else self._moved(goal, target, block)
 
-        return redistribute_again(
-            self._mesh, self._layout, goal, target, shape, dtype, self._block, into, made
-        )
+        return self._to(goal, target).planned(self._mesh, self._block, into, made)
 
     def _start(
         self, target: Layout, mesh: DeviceMesh | None, max_bytes: int
     ) -> CollectiveTensor[DTensor]:
         goal = self._mesh if mesh is None else mesh
-        shape, dtype = self._shape, self._dtype
-        return start_redistribute(
-            self._mesh,
-            self._layout,
-            goal,
-            target,
-            shape,
-            dtype,
-            self._block,
-            lambda block: DTensor._of_block(goal, target, shape, dtype, block),
-            max_bytes=max_bytes,
+        return self._to(goal, target).start(
+            self._mesh, self._block, partial(self._moved, goal, target), max_bytes=max_bytes
         )
+
+    def _to(self, goal: DeviceMesh, target: Layout) -> Redistribution:
+        return redistribution(self._mesh, self._layout, goal, target, self._shape, self._dtype)
+
+    def _moved(self, goal: DeviceMesh, target: Layout, block: HostArray | None) -> DTensor:
+        return DTensor._of_block(goal, target, self._shape, self._dtype, block)
 
     @overload
     def full(self, *, root: None = None) -> HostArray: ...
@@ -415,17 +411,7 @@ class DTensor(Methods):
             target = Layout(Mesh((), [root]), ())
         if not self.is_member:
             return None
-        started = start_redistribute(
-            self.mesh,
-            self.layout,
-            self.mesh,
-            target,
-            self.shape,
-            self.dtype,
-            self._block,
-            lambda block: block,
-        )
-        return started.resolve()
+        return self._to(self.mesh, target).start(self.mesh, self._block, lambda x: x).resolve()
 
     def full_tensor(self) -> HostArray:
         """Return :meth:`full`, by PyTorch's name. Collective over the mesh, and waits."""

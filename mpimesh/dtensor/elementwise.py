@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -13,7 +14,15 @@ from mpimesh.dtensor import creation
 from mpimesh.dtensor.consistency import raise_together
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
 from mpimesh.dtensor.dtensor import DTensor, common_mesh
-from mpimesh.dtensor.run import Work, checked_out, linear_in, run, shape_of, store
+from mpimesh.dtensor.run import (
+    Work,
+    checked_out,
+    implements_by_name,
+    linear_in,
+    run,
+    shape_of,
+    store,
+)
 from mpimesh.errors import DTypeError, NoRuleError, ShapeError, on_all_ranks
 from mpimesh.layout import Partial, PlacementSpec, Replicate, Shard
 from mpimesh.layout.op_rules import (
@@ -53,7 +62,9 @@ def ufunc_rule(ufunc: np.ufunc, method: str, args: Sequence[Any], kwargs: dict[s
             return sure_rule_of(ufunc)(*args, **kwargs)
         return call(ufunc, args, **kwargs)
     if method == "reduce":
-        return sure_rule_of(np.ufunc.reduce)(ufunc, *args, **kwargs)
+        out = kwargs.pop("out", None)
+        made = sure_rule_of(np.ufunc.reduce)(ufunc, *args, **kwargs)
+        return made if out is None else store(made, out)
     if method == "outer":
         return outer(ufunc, *args, **kwargs)
     raise on_all_ranks(
@@ -389,11 +400,10 @@ def nan_to_num(
     return made if copy else store(made, x)
 
 
-@implements(np.round, np.around)
-def round_(a: DTensor, decimals: int = 0, out: Any = None) -> DTensor:
+@implements_by_name(np.round, np.around)
+def round_(a: DTensor, decimals: int = 0) -> DTensor:
     """Round to `decimals`."""
-    made = blockwise(lambda block: np.round(block, decimals), [a])
-    return made if out is None else store(made, out)
+    return blockwise(lambda block: np.round(block, decimals), [a])
 
 
 def _one_operand(function: Callable[..., Any]) -> None:
@@ -406,8 +416,8 @@ for _function in (np.iscomplex, np.isreal, np.isposinf, np.isneginf, np.i0, np.s
     _one_operand(_function)
 
 
-@implements(np.copy)
-def copy(a: DTensor, order: str = "K", subok: bool = False) -> DTensor:
+@implements_by_name(np.copy)
+def copy(a: DTensor) -> DTensor:
     """Return a tensor with a block of its own. Local."""
     return a.copy()
 
@@ -460,52 +470,21 @@ def copyto(dst: DTensor, src: Any, casting: Any = "same_kind", where: Any = True
     store(made[0], dst)
 
 
-@implements(np.full_like)
-def full_like(
-    a: DTensor,
-    fill_value: Any,
-    dtype: Any = None,
-    order: str = "K",
-    subok: bool = True,
-    shape: Any = None,
-    *,
-    device: Any = None,
-) -> DTensor:
+@implements_by_name(np.full_like)
+def full_like(a: DTensor, fill_value: Any, dtype: Any = None, shape: Any = None) -> DTensor:
     """Return an array in the layout of `a`, with `fill_value` everywhere."""
     made = empty_like(a, dtype, shape=shape)
     copyto(made, fill_value, casting="unsafe")
     return made
 
 
-def _like(function: Callable[..., Any], value: int) -> None:
-    """Register a function that gives one number everywhere, lying as its argument does."""
-
-    @implements(function)
-    def do(
-        a: DTensor,
-        dtype: Any = None,
-        order: str = "K",
-        subok: bool = True,
-        shape: Any = None,
-        *,
-        device: Any = None,
-    ) -> DTensor:
-        return full_like(a, value, dtype, shape=shape)
-
-
-_like(np.zeros_like, 0)
-_like(np.ones_like, 1)
+implements_by_name(np.zeros_like)(partial(full_like, fill_value=0))
+implements_by_name(np.ones_like)(partial(full_like, fill_value=1))
 
 
 @implements(np.empty_like)
 def empty_like(
-    prototype: DTensor,
-    dtype: Any = None,
-    order: str = "K",
-    subok: bool = True,
-    shape: Any = None,
-    *,
-    device: Any = None,
+    prototype: DTensor, dtype: Any = None, *memory: Any, shape: Any = None, **more: Any
 ) -> DTensor:
     """Return an array in the layout of `prototype`, uninitialised.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
+from itertools import chain
 from operator import index
 from typing import Any, SupportsIndex
 
@@ -24,7 +25,7 @@ from mpimesh.layout.reads import Reads, shift_reads
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.operands import normal_axis
 from mpimesh.runtime.persistent import PersistentExchange
-from mpimesh.runtime.traffic import Amount, Rule, sparse
+from mpimesh.runtime.traffic import sparse
 
 __all__ = ["Halo", "HaloField", "shift"]
 
@@ -67,43 +68,6 @@ class Reading:
         sent = sum(volume(give.box) for give in regions.gives)
         return cls(regions, reads.moves, sent, tuple(received.items()))
 
-    def start(
-        self,
-        name: str,
-        mesh: DeviceMesh,
-        rule: str,
-        source: HostArray | None,
-        target: HostArray | None,
-        finish: Callable[[], Any],
-        lock: HostArray | None,
-    ) -> CollectiveTensor:
-        """Start it. Collective over the mesh; a rank that is not in it takes no part.
-
-        Args:
-            name: What it is called in messages and counts.
-            mesh: The live mesh.
-            rule: What must agree over ranks.
-            source: What others read of; C-contiguous; None on a rank that is not in the mesh.
-            target: What is read into; it may be `source`, for no rank reads what is read into.
-            finish: Makes the result.
-            lock: The caller's array, which must not change meanwhile.
-        """
-        group = mesh._core.everyone.alone() if source is None else mesh.group()
-        begin: Callable[[], Request | Steps] = partial(self._alone, source, target)
-        if self.moves and group.size > 1:
-            side = group.communicator
-            begin = partial(side.exchange_regions, source, target, self.regions)
-        size = 0 if source is None else source.itemsize
-        return group._core.compose(
-            name,
-            begin,
-            rule=rule,
-            nbytes=self.sent * size,
-            finish=finish,
-            lock=lock,
-            receives=self._receives(size),
-        )
-
     def planned(
         self,
         name: str,
@@ -111,18 +75,32 @@ class Reading:
         rule: str,
         source: HostArray | None,
         target: HostArray | None,
-        lock: HostArray | None,
+        lock: HostArray | None = None,
     ) -> PersistentExchange:
-        """Plan it between the same arrays, to be started many times. Local.
+        """Plan it between two arrays, to be started many times. Local; each start is collective.
 
-        The result is `target`; the arguments are those of :meth:`start`.
+        A rank that is not in the mesh takes no part. The result is `target`.
+
+        Args:
+            name: What it is called in messages and counts.
+            mesh: The live mesh.
+            rule: What must agree over ranks.
+            source: What others read of; C-contiguous; None on a rank that is not in the mesh.
+            target: What is read into; it may be `source`, for no rank reads what is read into.
+            lock: The caller's array, which must not change meanwhile.
         """
         group = mesh._core.everyone.alone() if source is None else mesh.group()
         size = 0 if source is None else source.itemsize
+        received = [(place, count * size, 1) for place, count in self.received]
+
+        def alone() -> Steps:
+            if source is not None and target is not None:
+                copy_own(self.regions, source, target)
+            yield from ()
 
         def prepare() -> Callable[[], Request | Steps]:
             if not self.moves or group.size == 1:
-                return partial(self._alone, source, target)
+                return alone
             return group.communicator.prepare("exchange_regions", (source, target, self.regions))
 
         return PersistentExchange(
@@ -134,20 +112,8 @@ class Reading:
             value=target,
             lock=lock,
             out=target,
-            receives=self._receives(size),
+            receives=(sparse, tuple(chain.from_iterable(received))) if received else None,
         )
-
-    def _alone(self, source: HostArray | None, target: HostArray | None) -> Steps:
-        if source is not None and target is not None:
-            copy_own(self.regions, source, target)
-        yield from ()
-
-    def _receives(self, size: int) -> tuple[Rule, Amount] | None:
-        """Return how what comes is counted: all from one rank as one message."""
-        received = tuple(
-            [number for place, count in self.received for number in (place, count * size, 1)]
-        )
-        return (sparse, received) if received else None
 
 
 class Halo:
@@ -261,19 +227,12 @@ class Halo:
         if padded is not None and self._fills:
             for index, value in self._fills:
                 padded[index] = value
-        if planned is not None and planned.is_ready:
-            return planned.start()
-        lock = None if padded is None else field.local
-        if planned is None:
+        if planned is None or not planned.is_ready:  # a plan has one start under way
+            lock = None if padded is None else field.local
             mesh, rule = self.mesh, self._rule
             planned = self._reading.planned("halo", mesh, rule, padded, padded, lock)
-            handle = planned.start()
             field._planned = planned
-            return handle
-        # Once more before the last one is over, which the plan does not allow.
-        return self._reading.start(
-            "halo", self.mesh, self._rule, padded, padded, lambda: padded, lock
-        )
+        return planned.start()
 
     def exchange(self, x: HaloField | DTensor) -> Any:
         """Read the halo, and wait for it. Collective over the mesh.
@@ -456,7 +415,7 @@ def shift(
             _fill_ends(block, filling, x, moved)
     rule = f"shape {shape}, {x.dtype}, {x.layout}, steps {moved}, wrap {wrap}"
     reading = _prepared(mesh.rank, x.layout, shape, moved, wrap)
-    reading.start("shift", mesh, rule, source, block, lambda: None, None).resolve()
+    reading.planned("shift", mesh, rule, source, block).start().resolve()
     return DTensor(mesh, x.layout, shape, x.dtype, block)
 
 

@@ -18,7 +18,7 @@ from mpimesh.dtensor.dispatch import implements, may_gather, name_of, sure_rule_
 from mpimesh.dtensor.dtensor import DTensor, common_mesh, gathered
 from mpimesh.dtensor.elementwise import call
 from mpimesh.dtensor.methods import reduced
-from mpimesh.dtensor.reduce import is_given, reduce, reduce_blocks
+from mpimesh.dtensor.reduce import reduce, reduce_blocks
 from mpimesh.dtensor.reshape import expand_dims, moveaxis, reshape, row_along, squeeze
 from mpimesh.dtensor.run import (
     Work,
@@ -26,9 +26,9 @@ from mpimesh.dtensor.run import (
     as_tensor,
     axes_of,
     axis_of,
+    implements_by_name,
     on_stacks,
     reduced_anywhere,
-    store,
 )
 from mpimesh.errors import NoRuleError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, Shard
@@ -36,14 +36,9 @@ from mpimesh.layout import Layout, Placement, Shard
 __all__: list[str] = []
 
 
-@implements(np.trace)
+@implements_by_name(np.trace)
 def trace(
-    a: DTensor,
-    offset: int = 0,
-    axis1: int = 0,
-    axis2: int = 1,
-    dtype: Any = None,
-    out: Any = None,
+    a: DTensor, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = None
 ) -> DTensor:
     """Return the sum along a diagonal: each block's part of it is a diagonal of the block."""
     row, column = normalize_axis_tuple((axis1, axis2), a.ndim)
@@ -54,8 +49,8 @@ def trace(
         here_offset = offset + box[row][0] - box[column][0]
         return np.trace(block, here_offset, row, column, dtype=dtype)
 
-    made = reduce_blocks(work, [reduced_anywhere(a)], tuple(sorted((row, column))), "sum", kind)
-    return store(made, out) if is_given(out) else made
+    axes = tuple(sorted((row, column)))
+    return reduce_blocks(work, [reduced_anywhere(a)], axes, "sum", kind)
 
 
 @implements(np.linalg.norm)
@@ -212,7 +207,9 @@ def _with_tolerance(function: Callable[..., Any], name: str) -> None:
     @implements(function)
     def do(a: Any, tolerance: Any = None, hermitian: bool = False, **options: Any) -> Any:
         limits = {name: options.pop(name, tolerance), "rtol": options.pop("rtol", None)}
-        limits = {key: one for key, one in limits.items() if is_given(one)}
+        limits = {
+            key: one for key, one in limits.items() if one is not None and one is not np._NoValue
+        }
         options["hermitian"] = hermitian
         mesh = common_mesh([a, *limits.values()])
         x = as_tensor(a, mesh)
@@ -293,9 +290,9 @@ def qr(a: DTensor, mode: str = "reduced") -> Any:
 def svd(
     a: DTensor, full_matrices: bool = True, compute_uv: bool = True, hermitian: bool = False
 ) -> Any:
-    """Return the singular value decomposition of matrices: U laid out as `a`, S and V on all ranks.
+    """Return the singular values of matrices, and the vectors: U laid out as `a`, V on all ranks.
 
-    A tall matrix whose rows are split is decomposed as in :func:`qr`, with errors and cost as there;
+    A tall matrix whose rows are split is decomposed as in :func:`qr`, with its errors and cost;
     only with ``full_matrices=False``, or without U and V.
     """
     options = {"full_matrices": full_matrices, "compute_uv": compute_uv}
@@ -339,9 +336,7 @@ def _is_split_and_tall(function: Callable[..., Any], x: DTensor, problem: str = 
     return not problem
 
 
-def _of_blocks(
-    function: Callable[..., Any], x: DTensor, *, with_rows: bool, **options: Any
-) -> Any:
+def _of_blocks(function: Callable[..., Any], x: DTensor, *, with_rows: bool, **options: Any) -> Any:
     """Do `function` of a tall matrix by the triangles of its blocks. Collective.
 
     With blocks A_i = Q_i R_i, and the R_i below each other = U B, the matrix is the Q_i U_i below
@@ -478,8 +473,8 @@ def vector_norm(x: Any, /, *, axis: Any = None, keepdims: bool = False, ord: Any
     return reshape(found, [1 if one in axes else x.shape[one] for one in range(x.ndim)])
 
 
-@implements(np.linalg.multi_dot)
-def multi_dot(arrays: Any, *, out: Any = None) -> DTensor:
+@implements_by_name(np.linalg.multi_dot)
+def multi_dot(arrays: Any) -> DTensor:
     """Return the product of a chain of matrices, in the order that takes the fewest steps.
 
     Only the first and the last may be vectors.
@@ -513,11 +508,7 @@ def multi_dot(arrays: Any, *, out: Any = None) -> DTensor:
         return matmul(product(first, k), product(k + 1, last))
 
     found: DTensor = product(0, len(chain) - 1)
-    if out is None:
-        return found
-    sure_rule_of(np.copyto)(out, found)
-    result: DTensor = out
-    return result
+    return found
 
 
 @implements(np.lexsort)
@@ -556,8 +547,8 @@ def _nan_argument(function: Callable[..., Any], plainly: Callable[..., Any], wor
     It raises a `ValueError` on every rank if a line has nothing else.
     """
 
-    @implements(function)
-    def do(a: DTensor, axis: Any = None, out: Any = None, *, keepdims: Any = False) -> Any:
+    @implements_by_name(function)
+    def do(a: DTensor, axis: Any = None, *, keepdims: bool = False) -> Any:
         x: Any = reduced_anywhere(a)
         if x.dtype.kind in "fc":
             gone = np.isnan(x)
@@ -566,7 +557,7 @@ def _nan_argument(function: Callable[..., Any], plainly: Callable[..., Any], wor
                     ShapeError(f"np.{function.__name__} of a line of nothing but NaN")
                 )
             x = sure_rule_of(np.where)(gone, x.dtype.type(worst), x)
-        return plainly(x, axis, out, keepdims=keepdims)
+        return plainly(x, axis, keepdims=keepdims)
 
 
 _nan_argument(np.nanargmin, np.argmin, np.inf)

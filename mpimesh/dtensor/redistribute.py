@@ -34,8 +34,7 @@ __all__ = [
     "identity_of",
     "moves_between_ranks",
     "plan_redistribute",
-    "redistribute_again",
-    "start_redistribute",
+    "redistribution",
 ]
 
 P = ParamSpec("P")
@@ -47,22 +46,18 @@ _Empty: TypeAlias = Callable[[Sequence[int], DType], HostArray]
 """Gives memory that the ranks of the node can reach."""
 
 
-def start_redistribute(
+def redistribution(
     mesh: DeviceMesh,
     source: Layout,
     goal: DeviceMesh,
     target: Layout,
     shape: tuple[int, ...],
     dtype: DType,
-    block: HostArray | None,
-    finish: Callable[[HostArray | None], Any],
-    *,
-    max_bytes: int = 0,
-) -> CollectiveTensor:
-    """Start to bring an array from one layout to another. Collective.
+) -> Redistribution:
+    """Return this rank's part in bringing an array from one layout to another. Local.
 
-    Among the ranks of `mesh`, if both meshes are that one or layouts of its ranks; else among all
-    ranks that both meshes were made from.
+    It is the same object for the same question. Among the ranks of `mesh`, if both meshes are that
+    one or layouts of its ranks; else among all ranks that both meshes were made from.
 
     Args:
         mesh: The live mesh of `source`.
@@ -71,101 +66,10 @@ def start_redistribute(
         target: The layout that it is to have.
         shape: Its global shape.
         dtype: Its dtype.
-        block: This rank's block; None if it has none.
-        finish: Makes the result out of the new block, or of None.
-        max_bytes: Most packed bytes at a time; 0 for no limit.
 
     Raises:
         LayoutError: If the meshes are not of the same ranks, or a block cannot be reduced so.
     """
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
-        raise ShapeError(
-            f"max_bytes must be a number of bytes, or 0 for no limit; got {max_bytes!r}"
-        )
-    redistribution = _redistribution(mesh, source, goal, target, shape, dtype)
-    if redistribution.plan.collective is not None and block is not None and not max_bytes:
-        group, name, arguments, options = _collective(redistribution, mesh, block, None)
-        started: CollectiveTensor = getattr(group, name)(*arguments, **options)
-        return started.map(finish)
-    contiguous = block if block is None or block.flags.c_contiguous else block.copy()
-    begin, end = redistribution.begin(contiguous, dtype, mesh.shared_empty, max_bytes)
-    rule = redistribution.rule
-    return redistribution.group._core.compose(
-        "redistribute",
-        begin,
-        rule=f"{rule}, max_bytes {max_bytes}" if max_bytes else rule,
-        nbytes=redistribution.sent_bytes,
-        finish=lambda: finish(end()),
-        lock=block,
-        receives=(sparse, redistribution.received) if redistribution.received else None,
-    )
-
-
-def redistribute_again(
-    mesh: DeviceMesh,
-    source: Layout,
-    goal: DeviceMesh,
-    target: Layout,
-    shape: tuple[int, ...],
-    dtype: DType,
-    block: HostArray | None,
-    out: HostArray | None,
-    finish: Callable[[HostArray | None], Any],
-) -> Persistent:
-    """Plan to bring an array from one layout to another many times. Local.
-
-    Args:
-        mesh: The live mesh of `source`.
-        source: The layout that the array has.
-        goal: The live mesh of `target`.
-        target: The layout that it is to have.
-        shape: Its global shape.
-        dtype: Its dtype.
-        block: This rank's block, which each start reads; None if it has none.
-        out: Where this rank's new block goes; None for memory of its own, or if it has none.
-        finish: Makes the result out of the new block, or of None; called once.
-
-    Raises:
-        LayoutError: If the meshes are not of the same ranks, or a block cannot be reduced so.
-    """
-    redistribution = _redistribution(mesh, source, goal, target, shape, dtype)
-    user_out = out
-    if out is not None and block is not None and np.may_share_memory(out, block):
-        out = None  # it would be written while others read it
-    if out is not None and not out.flags.c_contiguous:
-        out = None
-    if redistribution.plan.collective is not None and block is not None:
-        group, name, arguments, options = _collective(redistribution, mesh, block, out)
-        planned: PersistentCollective = getattr(group, f"{name}_init")(*arguments, **options)
-        into = options["out"]
-        result = finish(into if user_out is None else user_out)
-        return planned.map(lambda _: _copied_out(into, user_out, result))
-    steps = _Again(redistribution, block, out, dtype, mesh.shared_empty)
-    result = finish(steps.last if user_out is None else user_out)
-    plain = user_out is None or user_out is steps.last
-    return PersistentExchange(
-        redistribution.group._core,
-        "redistribute",
-        steps.prepare,
-        rule=redistribution.rule,
-        nbytes=redistribution.sent_bytes,
-        value=result,
-        finish=None if steps.ends and plain else lambda: _copied_out(steps.end(), user_out, result),
-        lock=block,
-        out=user_out,
-        receives=(sparse, redistribution.received) if redistribution.received else None,
-    )
-
-
-def _redistribution(
-    mesh: DeviceMesh,
-    source: Layout,
-    goal: DeviceMesh,
-    target: Layout,
-    shape: tuple[int, ...],
-    dtype: DType,
-) -> _Redistribution:
-    """Return this rank's part, of the last time if there was one. Local."""
     if goal is not mesh:
         _check_goal(mesh, goal)
     key = ("redistribute", source, target, goal is mesh, shape, dtype)
@@ -187,7 +91,7 @@ def plan_redistribute(
     shape: tuple[int, ...],
     itemsize: int,
 ) -> RedistributionPlan:
-    """Return the plan by which :func:`start_redistribute` would bring an array. Local."""
+    """Return the plan by which :func:`redistribution` would bring an array. Local."""
     nodes: tuple[int, ...] = ()
     if not mesh.closed and not goal.closed:
         inside = mesh.contains_rank(mesh.rank)
@@ -249,13 +153,14 @@ def identity_of(op: str, dtype: DType) -> object:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Redistribution:
+class Redistribution:
     """One rank's part in bringing arrays of one shape and dtype from one layout to another.
 
     Attributes:
         group: The ranks that take part.
         plan: The plan.
         stages: The exchanges of this rank, one after the other.
+        dtype: The dtype of all blocks.
         moves: Whether any rank gets anything from another.
         sent_bytes: What others get from this rank.
         received: What this rank gets: the place of a rank, bytes and messages, one after the other.
@@ -265,68 +170,129 @@ class _Redistribution:
     group: ProcessGroup
     plan: RedistributionPlan
     stages: tuple[Stage, ...]
+    dtype: DType
     moves: bool
     sent_bytes: int
     received: tuple[int, ...]
     rule: str
 
-    def begin(
-        self, block: HostArray | None, dtype: DType, empty: _Empty, max_bytes: int
-    ) -> tuple[Callable[[], Request | Steps], Callable[[], HostArray | None]]:
-        """Return what starts it, and what gives this rank's new block when it is done.
+    def start(
+        self,
+        mesh: DeviceMesh,
+        block: HostArray | None,
+        finish: Callable[[HostArray | None], Any],
+        *,
+        max_bytes: int = 0,
+    ) -> CollectiveTensor:
+        """Start it. Collective.
 
         Args:
-            block: This rank's block, C-contiguous; None if it has none.
-            dtype: The dtype of all blocks.
-            empty: Gives memory that the ranks of the node can reach.
+            mesh: The live mesh of the array.
+            block: This rank's block; None if it has none.
+            finish: Makes the result out of the new block, or of None.
             max_bytes: Most packed bytes at a time; 0 for no limit.
         """
-        if not self.moves or self.group.size == 1:
-            return _no_steps, partial(self._cut, block, dtype, empty)
-        communicator = self.group.communicator
-        current = block
-
-        def exchange(stage: Stage) -> Request | Steps:
-            """Start one; what it takes into is `current` afterwards, and the next one's source."""
-            nonlocal current
-            source, current = current, _target(stage, current, dtype, empty)
-            return communicator.exchange_regions(
-                source, current, stage.regions, max_bytes=max_bytes
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
+            raise ShapeError(
+                f"max_bytes must be a number of bytes, or 0 for no limit; got {max_bytes!r}"
             )
+        if self.plan.collective is not None and block is not None and not max_bytes:
+            group, name, arguments, options = self._collective(mesh, block, None)
+            started: CollectiveTensor = getattr(group, name)(*arguments, **options)
+            return started.map(finish)
+        exchanges = _Exchanges(self, block, None, mesh.shared_empty)
+        return self.group._core.compose(
+            "redistribute",
+            exchanges.begin(max_bytes),
+            rule=f"{self.rule}, max_bytes {max_bytes}" if max_bytes else self.rule,
+            nbytes=self.sent_bytes,
+            finish=lambda: finish(exchanges.end()),
+            lock=block,
+            receives=(sparse, self.received) if self.received else None,
+        )
 
-        def steps() -> Steps:
-            for stage in self.stages:
-                yield from run_steps(partial(exchange, stage))
-                _divide(stage, current)
+    def planned(
+        self,
+        mesh: DeviceMesh,
+        block: HostArray | None,
+        out: HostArray | None,
+        finish: Callable[[HostArray | None], Any],
+    ) -> Persistent:
+        """Plan it, to be started many times. Local.
 
-        if len(self.stages) > 1:
-            return steps, lambda: current
-        (only,) = self.stages
-        return partial(exchange, only), lambda: _divide(only, current)
+        Args:
+            mesh: The live mesh of the array.
+            block: This rank's block, which each start reads; None if it has none.
+            out: Where this rank's new block goes; None for memory of its own, or if it has none.
+            finish: Makes the result out of the new block, or of None; called once.
+        """
+        user_out = out
+        if out is not None and block is not None and np.may_share_memory(out, block):
+            out = None  # it would be written while others read it
+        if out is not None and not out.flags.c_contiguous:
+            out = None
+        if self.plan.collective is not None and block is not None:
+            group, name, arguments, options = self._collective(mesh, block, out)
+            planned: PersistentCollective = getattr(group, f"{name}_init")(*arguments, **options)
+            into = options["out"]
+            result = finish(into if user_out is None else user_out)
+            return planned.map(lambda _: _copied_out(into, user_out, result))
+        exchanges = _Exchanges(self, block, out, mesh.shared_empty)
+        result = finish(exchanges.last if user_out is None else user_out)
+        plain = exchanges.ends and (user_out is None or user_out is exchanges.last)
+        return PersistentExchange(
+            self.group._core,
+            "redistribute",
+            exchanges.prepare,
+            rule=self.rule,
+            nbytes=self.sent_bytes,
+            value=result,
+            finish=None if plain else lambda: _copied_out(exchanges.end(), user_out, result),
+            lock=block,
+            out=user_out,
+            receives=(sparse, self.received) if self.received else None,
+        )
 
-    def _cut(self, block: HostArray | None, dtype: DType, empty: _Empty) -> HostArray | None:
-        """Return the new block where each rank has all that it needs."""
-        current = block
-        for stage in self.stages:
-            target = _target(stage, current, dtype, empty)
-            if target is not None and current is not None:
-                copy_own(stage.regions, current, target)
-            current = _divide(stage, target)
-        return current
+    def _collective(
+        self, mesh: DeviceMesh, block: HostArray, out: HostArray | None
+    ) -> tuple[ProcessGroup, str, tuple[Any, ...], dict[str, Any]]:
+        """Return the group whose collective does it all, its name and its arguments."""
+        plan = self.plan
+        collective, source = plan.collective, plan.source
+        names = () if collective is None else collective.dims
+        group = mesh.group(names[0]) if len(names) == 1 else mesh.group()
+        if out is None:
+            out = mesh.shared_empty(self.stages[-1].shape or (), block.dtype)
+        if collective is None or collective.kind == "all_reduce":
+            return group, "all_reduce", (block, source.partial_op), {"out": out}
+        axis, joined = collective.axis, collective.joined_axis
+        shape, target = plan.shape, plan.target
+        if collective.kind == "all_gather":
+            sizes = _sizes(source, shape, group.ranks, axis)
+            return group, "all_gather", (block,), {"axis": axis, "sizes": sizes, "out": out}
+        sizes = _sizes(target, shape, group.ranks, axis)
+        if collective.kind == "reduce_scatter":
+            options = {"axis": axis, "sizes": sizes, "out": out}
+            return group, "reduce_scatter", (block, collective.op), options
+        options = {"split_axis": axis, "concat_axis": joined, "out": out}
+        coming = _sizes(source, shape, group.ranks, joined)
+        if len(set(sizes)) > 1 or len(set(coming)) > 1:
+            options |= {"sizes": AgreedSizes(sizes), "recv_sizes": AgreedSizes(coming)}
+        return group, "all_to_all", (block,), options
 
 
-def _no_steps() -> Steps:
-    yield from ()
+def _sizes(layout: Layout, shape: tuple[int, ...], ranks: Sequence[int], axis: int) -> list[int]:
+    """Return how long the blocks of some ranks are along an axis."""
+    return [layout.local_shape(shape, rank)[axis] for rank in ranks]
 
 
-class _Again:
-    """One rank's part in bringing the same array to its new layout again and again.
+class _Exchanges:
+    """One rank's exchanges between the same arrays, to be done once or again and again.
 
     Args:
-        redistribution: The part.
+        part: This rank's part.
         block: This rank's block; None if it has none.
         out: Where its new block is to go, C-contiguous; None for memory of its own.
-        dtype: The dtype of all blocks.
         empty: Gives memory that the ranks of the node can reach.
 
     Attributes:
@@ -334,51 +300,62 @@ class _Again:
         ends: Whether it is there as soon as the exchanges are over.
     """
 
+    __slots__ = ("_arrays", "_block", "_moves", "_part", "ends", "last")
+
     def __init__(
-        self,
-        redistribution: _Redistribution,
-        block: HostArray | None,
-        out: HostArray | None,
-        dtype: DType,
-        empty: _Empty,
+        self, part: Redistribution, block: HostArray | None, out: HostArray | None, empty: _Empty
     ) -> None:
-        self._part = redistribution
-        self._dtype = dtype
+        self._part = part
         self._block = block
         source = block
         if block is not None and not block.flags.c_contiguous:
             source = np.empty(block.shape, block.dtype)
-        self._source = source
-        stages = redistribution.stages
-        into = max([n for n, stage in enumerate(stages) if not stage.in_place], default=-1)
         self._arrays = [source]
-        for number, stage in enumerate(stages):
-            if number == into and out is not None and stage.shape is not None:
-                self._arrays.append(out)
+        last_new = max([n for n, stage in enumerate(part.stages) if not stage.in_place], default=-1)
+        for number, stage in enumerate(part.stages):
+            if stage.shape is None:
+                target = None
+            elif stage.in_place:
+                target = self._arrays[-1]
+            elif number == last_new and out is not None:
+                target = out
             else:
-                self._arrays.append(_target(stage, self._arrays[-1], dtype, empty))
+                target = empty(stage.shape, part.dtype)
+            self._arrays.append(target)
         self.last = self._arrays[-1]
-        self._moves = redistribution.moves and redistribution.group.size > 1
-        self.ends = self._moves and not any(stage.divisor > 1 for stage in stages)
+        self._moves = part.moves and part.group.size > 1
+        self.ends = self._moves and not any(stage.divisor > 1 for stage in part.stages)
+
+    def begin(self, max_bytes: int) -> Callable[[], Request | Steps]:
+        """Return what starts it once."""
+        start = self._part.group.communicator.exchange_regions
+        if max_bytes:
+            start = partial(start, max_bytes=max_bytes)
+        return self._after_another(partial(partial, start))
 
     def prepare(self) -> Callable[[], Request | Steps]:
         """Return what starts it, as often as wanted."""
-        part, arrays = self._part, self._arrays
+        prepare = self._part.group.communicator.prepare
+        return self._after_another(lambda *arguments: prepare("exchange_regions", arguments))
+
+    def _after_another(
+        self, prepared: Callable[..., Callable[[], Request | Steps]]
+    ) -> Callable[[], Request | Steps]:
+        """Return what starts the exchanges, each of them as `prepared` for its arrays."""
+        stages, arrays = self._part.stages, self._arrays
         if not self._moves:
             return _no_steps
         begins = [
-            part.group.communicator.prepare(
-                "exchange_regions", (arrays[number], arrays[number + 1], stage.regions)
-            )
-            for number, stage in enumerate(part.stages)
+            prepared(source, target, stage.regions)
+            for source, target, stage in zip(arrays, arrays[1:], stages, strict=False)
         ]
-        if len(begins) == 1 and not part.stages[0].fill and self._source is self._block:
+        if len(begins) == 1 and not stages[0].fill and arrays[0] is self._block:
             return begins[0]
 
         def steps() -> Steps:
             self._read()
-            for begin, stage, target in zip(begins, part.stages, arrays[1:], strict=True):
-                _refill(stage, target, self._dtype)
+            for begin, stage, target in zip(begins, stages, arrays[1:], strict=True):
+                self._fill(stage, target)
                 yield from run_steps(begin)
                 if len(begins) > 1:
                     _divide(stage, target)
@@ -391,9 +368,8 @@ class _Again:
         if self._moves:
             return self.last if len(stages) > 1 else _divide(stages[0], self.last)
         self._read()
-        for number, stage in enumerate(stages):
-            source, target = arrays[number], arrays[number + 1]
-            _refill(stage, target, self._dtype)
+        for source, target, stage in zip(arrays, arrays[1:], stages, strict=False):
+            self._fill(stage, target)
             if target is not None and source is not None:
                 copy_own(stage.regions, source, target)
             _divide(stage, target)
@@ -401,27 +377,18 @@ class _Again:
 
     def _read(self) -> None:
         """Copy the caller's block, if it is not in one run of memory."""
-        if self._source is not self._block and self._source is not None:
-            self._source[...] = self._block
+        source = self._arrays[0]
+        if source is not None and source is not self._block:
+            source[...] = self._block
+
+    def _fill(self, stage: Stage, target: HostArray | None) -> None:
+        """Fill what an exchange writes into with what changes nothing, where that is needed."""
+        if stage.fill and target is not None and not stage.in_place:
+            target[...] = identity_of(stage.fill, self._part.dtype)
 
 
-def _refill(stage: Stage, target: HostArray | None, dtype: DType) -> None:
-    if stage.fill and target is not None and not stage.in_place:
-        target[...] = identity_of(stage.fill, dtype)
-
-
-def _target(
-    stage: Stage, current: HostArray | None, dtype: DType, empty: _Empty
-) -> HostArray | None:
-    """Return what an exchange is to write into."""
-    if stage.shape is None:
-        return None
-    if stage.in_place:
-        return current
-    target = empty(stage.shape, dtype)
-    if stage.fill:
-        target[...] = identity_of(stage.fill, dtype)
-    return target
+def _no_steps() -> Steps:
+    yield from ()
 
 
 def _divide(stage: Stage, target: HostArray | None) -> HostArray | None:
@@ -444,7 +411,7 @@ def _prepared(
     target: Layout,
     shape: tuple[int, ...],
     dtype: DType,
-) -> _Redistribution:
+) -> Redistribution:
     for layout in (source, target):
         if layout.partial_op == "mean" and dtype.kind not in "fcV":
             raise ReduceOpError(f"a mean of {dtype} would be cut off; {layout} needs floats")
@@ -463,10 +430,11 @@ def _prepared(
         if part.rank != own
     ]
     meshes = "" if source.mesh == target.mesh else f"{source.mesh!r} to {target.mesh!r}, "
-    return _Redistribution(
+    return Redistribution(
         group,
         plan,
         stages,
+        dtype,
         plan.total_messages > 0,
         dtype.itemsize * sum(volume(give.box) for give in gives),
         tuple(chain.from_iterable(received)),
@@ -532,39 +500,3 @@ def _nodes(group: ProcessGroup) -> tuple[int, ...]:
         return ()
     by_rank = dict(zip(group.ranks, nodes, strict=True))
     return tuple(by_rank.get(rank, -1) for rank in range(max(by_rank) + 1))
-
-
-# -- by a collective of a group ----------------------------------------------------------------
-
-
-def _collective(
-    redistribution: _Redistribution, mesh: DeviceMesh, block: HostArray, out: HostArray | None
-) -> tuple[ProcessGroup, str, tuple[Any, ...], dict[str, Any]]:
-    """Return the group whose collective does it all, its name and its arguments."""
-    plan = redistribution.plan
-    collective, source = plan.collective, plan.source
-    names = () if collective is None else collective.dims
-    group = mesh.group(names[0]) if len(names) == 1 else mesh.group()
-    if out is None:
-        out = mesh.shared_empty(redistribution.stages[-1].shape or (), block.dtype)
-    if collective is None or collective.kind == "all_reduce":
-        return group, "all_reduce", (block, source.partial_op), {"out": out}
-    axis, joined = collective.axis, collective.joined_axis
-    shape, target = plan.shape, plan.target
-    if collective.kind == "all_gather":
-        sizes = _sizes(source, shape, group.ranks, axis)
-        return group, "all_gather", (block,), {"axis": axis, "sizes": sizes, "out": out}
-    sizes = _sizes(target, shape, group.ranks, axis)
-    if collective.kind == "reduce_scatter":
-        options = {"axis": axis, "sizes": sizes, "out": out}
-        return group, "reduce_scatter", (block, collective.op), options
-    options = {"split_axis": axis, "concat_axis": joined, "out": out}
-    coming = _sizes(source, shape, group.ranks, joined)
-    if len(set(sizes)) > 1 or len(set(coming)) > 1:
-        options |= {"sizes": AgreedSizes(sizes), "recv_sizes": AgreedSizes(coming)}
-    return group, "all_to_all", (block,), options
-
-
-def _sizes(layout: Layout, shape: tuple[int, ...], ranks: Sequence[int], axis: int) -> list[int]:
-    """Return how long the blocks of some ranks are along an axis."""
-    return [layout.local_shape(shape, rank)[axis] for rank in ranks]

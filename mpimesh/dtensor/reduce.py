@@ -6,6 +6,7 @@ Sums along a split axis stay `Partial` until they are needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,12 +17,19 @@ from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.elementwise import call, plain
 from mpimesh.dtensor.redistribute import identity_of
-from mpimesh.dtensor.run import Work, linear_in, reduced_anywhere, run, shape_of, store
+from mpimesh.dtensor.run import (
+    Work,
+    implements_by_name,
+    linear_in,
+    reduced_anywhere,
+    run,
+    shape_of,
+)
 from mpimesh.errors import ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Partial, PlacementSpec, Replicate, Shard
 from mpimesh.layout.op_rules import broadcast_shape, reduced_shape, reduction_pattern
 
-__all__ = ["axes_of", "is_given", "mean", "reduce", "reduce_blocks", "strict_axes_of"]
+__all__ = ["axes_of", "mean", "reduce", "reduce_blocks", "strict_axes_of"]
 
 _OPS: dict[np.ufunc, tuple[str, str]] = {
     np.add: ("sum", "iufc"),
@@ -34,11 +42,6 @@ _OPS: dict[np.ufunc, tuple[str, str]] = {
 """Ways to join the parts of a split axis, and the kinds of dtypes of each."""
 
 _Work = Callable[[Work], Any]
-
-
-def is_given(value: Any) -> bool:
-    """Tell whether an option was given."""
-    return value is not None and value is not np._NoValue
 
 
 def axes_of(axis: Any, ndim: int) -> tuple[int, ...]:
@@ -59,7 +62,7 @@ def strict_axes_of(axis: Any, ndim: int, where: Any = True) -> tuple[int, ...]:
 
     With `where`, NumPy counts by a sum.
     """
-    if where is not True and where is not np._NoValue:
+    if where is not True:
         return axes_of(axis, ndim)
     return axes_of(axis if axis is None else normalize_axis_tuple(axis, ndim), ndim)
 
@@ -123,8 +126,7 @@ def reduce(
     a: Any,
     axis: Any = 0,
     dtype: Any = None,
-    out: Any = None,
-    keepdims: Any = False,
+    keepdims: bool = False,
     initial: Any = np._NoValue,
     where: Any = True,
 ) -> DTensor:
@@ -138,14 +140,13 @@ def reduce(
         ShapeError: If it has no elements, and the reduction of none is nothing.
     """
     a = plain(a)
-    masks = [] if where is True or where is np._NoValue else [plain(where)]
-    keep = keepdims is True or bool(is_given(keepdims) and keepdims)
+    masks = [] if where is True else [plain(where)]
     shape = shape_of(a)
     axes = axes_of(axis, len(shape))
     options = {} if dtype is None else {"dtype": np.dtype(dtype)}
     begins = initial is not np._NoValue and initial is not None
     # Arrays of one element show what NumPy would make of these dtypes and options, or refuse.
-    probe = dict(options, initial=initial) if begins else options
+    probe = options if initial is np._NoValue else options | {"initial": initial}
     one = np.ones((1,) * len(shape), a.dtype)
     mask = np.ones((1,) * len(shape), bool) if masks else True
     kind = np.asarray(ufunc.reduce(one, axis=axes, where=mask, **probe)).dtype
@@ -170,68 +171,38 @@ def reduce(
             how["initial"] = identity_of(op, kind)
         if masks:
             how["where"] = here.blocks[1]
-        ufunc.reduce(here.blocks[0], axis=axes, keepdims=keep, out=here.out[0], **how)
+        ufunc.reduce(here.blocks[0], axis=axes, keepdims=keepdims, out=here.out[0], **how)
 
     stays = ufunc in (np.add, np.multiply, np.minimum, np.maximum)
     linear = stays and bool(linear_in(a, kind, reduction_pattern((), (), op).linear))
-    made = reduce_blocks(work, [a, *masks], axes, op, kind, keepdims=keep, linear=linear, into=True)
+    made = reduce_blocks(
+        work, [a, *masks], axes, op, kind, keepdims=keepdims, linear=linear, into=True
+    )
     if later:
         made = call(ufunc, (made, np.asarray(initial).astype(kind)[()]), dtype=kind)
-    return made if not is_given(out) else store(made, out)
+    return made
 
 
-def _reduction(function: Callable[..., Any], ufunc: np.ufunc) -> None:
-    @implements(function)
-    def do(
-        a: DTensor,
-        axis: Any = None,
-        dtype: Any = None,
-        out: Any = None,
-        keepdims: Any = False,
-        initial: Any = np._NoValue,
-        where: Any = True,
-    ) -> DTensor:
-        return reduce(ufunc, a, axis, dtype, out, keepdims, initial, where)
+for _function, _ufunc in (
+    (np.sum, np.add),
+    (np.prod, np.multiply),
+    (np.min, np.minimum),
+    (np.amin, np.minimum),
+    (np.max, np.maximum),
+    (np.amax, np.maximum),
+    (np.all, np.logical_and),
+    (np.any, np.logical_or),
+):
+    implements_by_name(_function)(partial(reduce, _ufunc, axis=None))
 
 
-def _comparison(function: Callable[..., Any], ufunc: np.ufunc) -> None:
-    @implements(function)
-    def do(
-        a: DTensor,
-        axis: Any = None,
-        out: Any = None,
-        keepdims: Any = False,
-        initial: Any = np._NoValue,
-        where: Any = True,
-    ) -> DTensor:
-        return reduce(ufunc, a, axis, None, out, keepdims, initial, where)
-
-
-def _test(function: Callable[..., Any], ufunc: np.ufunc) -> None:
-    @implements(function)
-    def do(
-        a: DTensor, axis: Any = None, out: Any = None, keepdims: Any = False, *, where: Any = True
-    ) -> DTensor:
-        return reduce(ufunc, a, axis, None, out, keepdims, np._NoValue, where)
-
-
-_reduction(np.sum, np.add)
-_reduction(np.prod, np.multiply)
-for _name in (np.min, np.amin):
-    _comparison(_name, np.minimum)
-for _name in (np.max, np.amax):
-    _comparison(_name, np.maximum)
-_test(np.all, np.logical_and)
-_test(np.any, np.logical_or)
-
-
-@implements(np.ptp)
-def ptp(a: DTensor, axis: Any = None, out: Any = None, keepdims: Any = False) -> DTensor:
+@implements_by_name(np.ptp)
+def ptp(a: DTensor, axis: Any = None, keepdims: bool = False) -> DTensor:
     """Return the largest minus the smallest value."""
     most = reduce(np.maximum, a, axis, keepdims=keepdims)
     least = reduce(np.minimum, a, axis, keepdims=keepdims)
     made: DTensor = call(np.subtract, (most, least))
-    return store(made, out) if is_given(out) else made
+    return made
 
 
 @implements(np.count_nonzero)
@@ -248,7 +219,7 @@ def count_nonzero(a: DTensor, axis: Any = None, *, keepdims: bool = False) -> DT
 
 def count(a: DTensor, axes: tuple[int, ...], keepdims: bool, where: Any) -> Any:
     """Return how many elements each mean is of: a number, or an array where a mask says so."""
-    if where is True or where is np._NoValue:
+    if where is True:
         return prod(a.shape[axis] for axis in axes)
 
     def work(here: Work) -> None:
@@ -260,30 +231,23 @@ def count(a: DTensor, axes: tuple[int, ...], keepdims: bool, where: Any) -> Any:
     )
 
 
-@implements(np.mean)
+@implements_by_name(np.mean)
 def mean(
-    a: DTensor,
-    axis: Any = None,
-    dtype: Any = None,
-    out: Any = None,
-    keepdims: Any = False,
-    *,
-    where: Any = True,
+    a: DTensor, axis: Any = None, dtype: Any = None, keepdims: bool = False, *, where: Any = True
 ) -> DTensor:
     """Return the mean: the sum, divided. Of integers in float64, of float16 by way of float32."""
-    keep = bool(is_given(keepdims) and keepdims)
     axes = strict_axes_of(axis, a.ndim, where)
     short = dtype is None and a.dtype == np.float16
     kind = np.float32 if short else dtype
     if kind is None and a.dtype.kind in "biu":
         kind = np.float64
-    total = reduce(np.add, a, axes, kind, None, keep, np._NoValue, where)
-    made: DTensor = call(np.divide, (total, count(a, axes, keep, where)))
+    total = reduce(np.add, a, axes, kind, keepdims, where=where)
+    made: DTensor = call(np.divide, (total, count(a, axes, keepdims, where)))
     if made.dtype != total.dtype or short:
         made = call(
             np.positive, (made,), dtype=np.float16 if short else total.dtype, casting="unsafe"
         )
-    return store(made, out) if is_given(out) else made
+    return made
 
 
 _NOWHERE = np.iinfo(np.intp).max
@@ -292,29 +256,24 @@ _NOWHERE = np.iinfo(np.intp).max
 def _argument(function: Callable[..., Any], op: str) -> None:
     """Register a search: each block finds its own best; then the first rank that has the best."""
 
-    @implements(function)
-    def search(a: DTensor, axis: Any = None, out: Any = None, *, keepdims: Any = False) -> DTensor:
+    @implements_by_name(function)
+    def search(a: DTensor, axis: Any = None, *, keepdims: bool = False) -> DTensor:
         axes = axes_of(axis, a.ndim)
         if axis is not None and len(axes) != min(a.ndim, 1):
             raise TypeError(f"np.{function.__name__} takes one axis or None, got {axis!r}")
-        keep = bool(is_given(keepdims) and keepdims)
         if 0 in (a.shape[one] for one in axes):
             raise on_all_ranks(
                 ShapeError(f"np.{function.__name__} of no elements: shape {a.shape}, axis {axis}")
             )
         x = reduced_anywhere(a)
         if x.dtype.kind in "biuf":
-            made = _first_of_best(x, axes, keep, function, op)
-        else:  # No value is worse than all of these, so the axes are brought whole.
-            made = reduce_blocks(
-                lambda here: np.asarray(function(here.blocks[0], axis=axis, keepdims=keep)),
-                [x],
-                axes,
-                "",
-                np.intp,
-                keepdims=keep,
-            )
-        return store(made, out) if is_given(out) else made
+            return _first_of_best(x, axes, keepdims, function, op)
+
+        def work(here: Work) -> Any:
+            return np.asarray(function(here.blocks[0], axis=axis, keepdims=keepdims))
+
+        # No value is worse than all of these, so the axes are brought whole.
+        return reduce_blocks(work, [x], axes, "", np.intp, keepdims=keepdims)
 
 
 def _first_of_best(

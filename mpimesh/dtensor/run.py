@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 from operator import index
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_masked, refuse_objects
 from mpimesh.dtensor.consistency import raise_together
+from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor, are_whole, common_mesh
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.redistribute import moves_between_ranks
@@ -48,6 +50,7 @@ __all__ = [
     "axes_of",
     "axis_of",
     "checked_out",
+    "implements_by_name",
     "linear_in",
     "moved_to",
     "on_stacks",
@@ -59,6 +62,40 @@ __all__ = [
     "store",
     "whole_key",
 ]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OF_MEMORY = {"order", "subok", "device", "overwrite_input"}
+"""Options of NumPy's that say how a result lies in memory, which means nothing here."""
+
+
+def implements_by_name(*functions: Callable[..., Any]) -> Callable[[F], F]:
+    """Mark a function as the rule of NumPy's `functions`, whose arguments it gets by their names.
+
+    It gets those that a program gives, but for `out`, into which its result is then written, and
+    options about memory. For functions that NumPy has in Python: those in C may have no signature.
+    """
+
+    def register(rule: F) -> F:
+        for function in functions:
+            names = tuple(signature(function).parameters)
+
+            def do(*args: Any, _names: tuple[str, ...] = names, **kwargs: Any) -> Any:
+                kwargs.update(zip(_names, args, strict=False))  # NumPy has checked the call
+                out = kwargs.pop("out", None)
+                options = {
+                    key: value
+                    for key, value in kwargs.items()
+                    if value is not np._NoValue and key not in _OF_MEMORY
+                }
+                made = rule(**options)
+                return made if out is None or out is np._NoValue else store(made, out)
+
+            implements(function)(do)
+        return rule
+
+    return register
 
 
 def axis_of(axis: Any, ndim: int, what: str = "axis") -> int:

@@ -22,7 +22,15 @@ from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.picking import pick, pick_along
 from mpimesh.dtensor.reduce import reduce
 from mpimesh.dtensor.reshape import moveaxis, ravel, row_along
-from mpimesh.dtensor.run import as_tensor, axes_of, axis_of, on_stacks, refuse_options, whole_key
+from mpimesh.dtensor.run import (
+    as_tensor,
+    axes_of,
+    axis_of,
+    implements_by_name,
+    on_stacks,
+    refuse_options,
+    whole_key,
+)
 from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, PlacementSpec, Shard
 from mpimesh.layout.axis_rules import unsplit
@@ -95,78 +103,53 @@ def _ones_for_nan(value: Any) -> Callable[[HostArray], HostArray]:
     return replaced
 
 
-@implements(np.cumsum)
-def cumsum(a: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> DTensor:
+@implements_by_name(np.cumsum)
+def cumsum(a: Any, axis: Any = None, dtype: Any = None) -> DTensor:
     """Return the sums of all elements up to each one. Collective, if the axis is split.
 
     Along a split axis floats are added in another order than NumPy's: block by block.
     """
-    refuse_options("cumsum", out=out)
     return _scan(np.add, a, axis, dtype)
 
 
-@implements(np.cumprod)
-def cumprod(a: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> DTensor:
+@implements_by_name(np.cumprod)
+def cumprod(a: Any, axis: Any = None, dtype: Any = None) -> DTensor:
     """Return the products of all elements up to each one. Collective, if the axis is split."""
-    refuse_options("cumprod", out=out)
     return _scan(np.multiply, a, axis, dtype)
 
 
-@implements(np.nancumsum)
-def nancumsum(a: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> DTensor:
+@implements_by_name(np.nancumsum)
+def nancumsum(a: Any, axis: Any = None, dtype: Any = None) -> DTensor:
     """Return :func:`cumsum`, with 0 for what is not a number."""
-    refuse_options("nancumsum", out=out)
     return _scan(np.add, a, axis, dtype, _ones_for_nan(0) if a.dtype.kind in "fc" else None)
 
 
-@implements(np.nancumprod)
-def nancumprod(a: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> DTensor:
+@implements_by_name(np.nancumprod)
+def nancumprod(a: Any, axis: Any = None, dtype: Any = None) -> DTensor:
     """Return :func:`cumprod`, with 1 for what is not a number."""
-    refuse_options("nancumprod", out=out)
     return _scan(np.multiply, a, axis, dtype, _ones_for_nan(1) if a.dtype.kind in "fc" else None)
 
 
-def _cumulative(ufunc: np.ufunc, x: DTensor, axis: Any, dtype: Any, initial: bool) -> DTensor:
-    if axis is None:
-        if x.ndim > 1:
+def _cumulative(function: Callable[..., Any], ufunc: np.ufunc) -> None:
+    """Register the array API's cumulative sum or product."""
+
+    @implements_by_name(function)
+    def do(
+        x: DTensor, *, axis: Any = None, dtype: Any = None, include_initial: bool = False
+    ) -> DTensor:
+        if axis is None and x.ndim > 1:
             raise ShapeError(f"axis= must be given for an array of {x.ndim} axes")
-        axis = 0
-    found = _scan(ufunc, x, axis, dtype)
-    if not initial:
-        return found
-    which = axis_of(axis, found.ndim)
-    first = np.full(_with(found.shape, which, 1), ufunc.identity, found.dtype)
-    return concatenate([first, found], which)
+        which = 0 if axis is None else axis
+        found = _scan(ufunc, x, which, dtype)
+        if not include_initial:
+            return found
+        which = axis_of(which, found.ndim)
+        first = np.full(_with(found.shape, which, 1), ufunc.identity, found.dtype)
+        return concatenate([first, found], which)
 
 
-@implements(np.cumulative_sum)
-def cumulative_sum(
-    x: Any,
-    /,
-    *,
-    axis: Any = None,
-    dtype: Any = None,
-    out: Any = None,
-    include_initial: bool = False,
-) -> DTensor:
-    """Return :func:`cumsum`, with a 0 in front if `include_initial`."""
-    refuse_options("cumulative_sum", out=out)
-    return _cumulative(np.add, x, axis, dtype, include_initial)
-
-
-@implements(np.cumulative_prod)
-def cumulative_prod(
-    x: Any,
-    /,
-    *,
-    axis: Any = None,
-    dtype: Any = None,
-    out: Any = None,
-    include_initial: bool = False,
-) -> DTensor:
-    """Return :func:`cumprod`, with a 1 in front if `include_initial`."""
-    refuse_options("cumulative_prod", out=out)
-    return _cumulative(np.multiply, x, axis, dtype, include_initial)
+_cumulative(np.cumulative_sum, np.add)
+_cumulative(np.cumulative_prod, np.multiply)
 
 
 @implements(np.diff)

@@ -15,31 +15,29 @@ from mpimesh.dtensor.joining import concatenate
 from mpimesh.dtensor.reduce import (
     axes_of,
     count,
-    is_given,
     mean,
     reduce,
     reduce_blocks,
     strict_axes_of,
 )
 from mpimesh.dtensor.reshape import atleast_2d, permuted, squeeze
-from mpimesh.dtensor.run import Work, as_tensor, reduced_anywhere, shape_of, store
+from mpimesh.dtensor.run import Work, as_tensor, implements_by_name, reduced_anywhere, shape_of
 from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
 
 __all__: list[str] = []
 
 
-@implements(np.var)
+@implements_by_name(np.var)
 def var(
     a: DTensor,
     axis: Any = None,
     dtype: Any = None,
-    out: Any = None,
     ddof: float = 0,
-    keepdims: Any = False,
+    keepdims: bool = False,
     *,
     where: Any = True,
-    mean: Any = np._NoValue,
-    correction: Any = np._NoValue,
+    mean: Any = None,
+    correction: Any = None,
 ) -> DTensor:
     """Return the variance: the mean first, then the sum of squared distances from it.
 
@@ -51,15 +49,14 @@ def var(
         The mean is put together on all ranks, which moves as many bytes as it has; the result
         waits as `Partial`.
     """
-    keep = bool(is_given(keepdims) and keepdims)
     x = reduced_anywhere(a)
     axes = strict_axes_of(axis, x.ndim, where)
     short = dtype is None and x.dtype == np.float16
     acc = np.float32 if short else dtype
     if acc is None and x.dtype.kind in "biu":
         acc = np.float64
-    middle = mean if is_given(mean) else _mean(x, axes, acc, where)
-    masks = [] if where is True or where is np._NoValue else [plain(where)]
+    middle = _mean(x, axes, acc, True, where=where) if mean is None else mean
+    masks = [] if where is True else [plain(where)]
     # As NumPy has it, only the sum is in the dtype that is asked for.
     middle = plain(middle)
     tried_with = np.empty(0, middle.dtype) if hasattr(middle, "dtype") else middle
@@ -69,17 +66,18 @@ def var(
     def work(here: Work) -> None:
         apart = _squares(here.blocks[0], here.blocks[1])
         mask = here.blocks[2] if masks else True
-        np.add.reduce(apart, axis=axes, dtype=acc, keepdims=keep, where=mask, out=here.out[0])
+        np.add.reduce(apart, axis=axes, dtype=acc, keepdims=keepdims, where=mask, out=here.out[0])
 
-    total = reduce_blocks(work, [x, middle, *masks], axes, "sum", kind, keepdims=keep, into=True)
-    rest = correction if is_given(correction) else ddof
-    many = count(x, axes, keep, where)
+    operands = [x, middle, *masks]
+    total = reduce_blocks(work, operands, axes, "sum", kind, keepdims=keepdims, into=True)
+    rest = ddof if correction is None else correction
+    many = count(x, axes, keepdims, where)
     many = max(many - rest, 0) if isinstance(many, int) else np.maximum(many - rest, 0)
     made: DTensor = call(np.divide, (total, many))
     wanted = np.dtype(np.float16) if short else kind
     if made.dtype != wanted:
         made = call(np.positive, (made,), dtype=wanted, casting="unsafe")
-    return store(made, out) if is_given(out) else made
+    return made
 
 
 def _squares(values: Any, middle: Any) -> Any:
@@ -92,31 +90,28 @@ def _squares(values: Any, middle: Any) -> Any:
     return np.square(apart)
 
 
-def _mean(x: DTensor, axes: tuple[int, ...], dtype: Any, where: Any) -> DTensor:
-    return mean(x, axes, dtype, None, True, where=True if where is np._NoValue else where)
+_mean = mean  # which an argument of var is called, too
 
 
-@implements(np.std)
-def std(
-    a: DTensor, axis: Any = None, dtype: Any = None, out: Any = None, *args: Any, **kwargs: Any
-) -> DTensor:
+@implements_by_name(np.std)
+def std(a: DTensor, **options: Any) -> DTensor:
     """Return the standard deviation; see :func:`var`."""
-    square = var(a, axis, dtype, None, *args, **kwargs)
+    square = var(a, **options)
     # NumPy writes roots over the squares, which refuses a dtype that cannot hold them.
     made: DTensor = call(np.sqrt, (square,), out=square if square.ndim else None)
     if made.dtype != square.dtype:
         made = call(np.positive, (made,), dtype=square.dtype, casting="unsafe")
-    return store(made, out) if is_given(out) else made
+    return made
 
 
-@implements(np.average)
+@implements_by_name(np.average)
 def average(
     a: DTensor,
     axis: Any = None,
     weights: Any = None,
     returned: bool = False,
     *,
-    keepdims: Any = False,
+    keepdims: bool = False,
 ) -> Any:
     """Return the weighted mean.
 
@@ -125,13 +120,12 @@ def average(
         ZeroDivisionError: On every rank, if weights add up to nothing; without weights, if the
             result has no elements.
     """
-    keep = bool(is_given(keepdims) and keepdims)
     axes = strict_axes_of(axis, len(shape_of(a)))
     if weights is None:
-        made = mean(a, axes, keepdims=keep)
+        made = mean(a, axes, keepdims=keepdims)
         if not made.size:
             raise ZeroDivisionError(f"np.average of shape {a.shape} over {axes} has no elements")
-        total: Any = count(a, axes, keep, True)
+        total: Any = count(a, axes, keepdims, True)
         total = sure_rule_of(np.full_like)(made, total)
         return (made, total) if returned else made
     w = plain(weights)
@@ -148,14 +142,14 @@ def average(
     kind = np.result_type(a.dtype, w.dtype, *(["f8"] if a.dtype.kind in "biu" else []))
     weighted = call(np.multiply, (a, w), dtype=kind)
     ones = call(np.multiply, (sure_rule_of(np.ones_like)(a, dtype=w.dtype), w))
-    total = reduced_anywhere(reduce(np.add, ones, axes, kind, keepdims=keep))
+    total = reduced_anywhere(reduce(np.add, ones, axes, kind, keepdims=keepdims))
     if shape_of(w) == shape_of(a):
         is_zero = reduce(np.logical_or, call(np.equal, (total, 0)), None)
     else:
         is_zero = w.sum(dtype=kind) == 0  # for an array without elements, too
     if bool(is_zero):
         raise ZeroDivisionError("the weights of an average add up to zero")
-    made = call(np.divide, (reduce(np.add, weighted, axes, keepdims=keep), total))
+    made = call(np.divide, (reduce(np.add, weighted, axes, keepdims=keepdims), total))
     return (made, total) if returned else made
 
 
@@ -172,16 +166,13 @@ def _along(w: Any, axis: int, ndim: int) -> Any:
 
 
 def _quantile(function: Callable[..., Any]) -> None:
-    @implements(function)
+    @implements_by_name(function)
     def do(
         a: DTensor,
         q: Any,
         axis: Any = None,
-        out: Any = None,
-        overwrite_input: bool = False,
         method: str = "linear",
         keepdims: bool = False,
-        *,
         weights: Any = None,
     ) -> DTensor:
         levels = q.full() if isinstance(q, DTensor) else q
@@ -189,8 +180,7 @@ def _quantile(function: Callable[..., Any]) -> None:
         if not a.size and function in (np.nanquantile, np.nanpercentile):
             # NumPy's answer to no elements at all is of another shape.
             none = function(np.empty(a.shape, a.dtype), levels, axis=axis, **options)
-            made = as_tensor(none, a.mesh)
-            return store(made, out) if is_given(out) else made
+            return as_tensor(none, a.mesh)
         probe = np.ones((1,) * a.ndim, a.dtype)
         kind = np.asarray(function(probe, levels, method=method)).dtype
         axes = strict_axes_of(axis, a.ndim)
@@ -217,33 +207,20 @@ def _quantile(function: Callable[..., Any]) -> None:
             weight = here.blocks[1] if len(here.blocks) > 1 else axis_weights
             return function(here.blocks[0], levels, axis=axes, weights=weight, **options)
 
-        made = reduce_blocks(
-            work, operands, axes, "", kind, keepdims=keepdims, lead=np.shape(levels)
-        )
-        return store(made, out) if is_given(out) else made
+        lead = np.shape(levels)
+        return reduce_blocks(work, operands, axes, "", kind, keepdims=keepdims, lead=lead)
 
 
 def _median(function: Callable[..., Any]) -> None:
-    @implements(function)
-    def do(
-        a: DTensor,
-        axis: Any = None,
-        out: Any = None,
-        overwrite_input: bool = False,
-        keepdims: Any = False,
-    ) -> DTensor:
+    @implements_by_name(function)
+    def do(a: DTensor, axis: Any = None, keepdims: bool = False) -> DTensor:
         axes = strict_axes_of(axis, a.ndim)
-        keep = bool(is_given(keepdims) and keepdims)
         kind = np.asarray(function(np.ones(1, a.dtype))).dtype
-        made = reduce_blocks(
-            lambda here: function(here.blocks[0], axis=axes, keepdims=keep),
-            [a],
-            axes,
-            "",
-            kind,
-            keepdims=keep,
-        )
-        return store(made, out) if is_given(out) else made
+
+        def work(here: Work) -> Any:
+            return function(here.blocks[0], axis=axes, keepdims=keepdims)
+
+        return reduce_blocks(work, [a], axes, "", kind, keepdims=keepdims)
 
 
 for _function in (np.quantile, np.percentile, np.nanquantile, np.nanpercentile):
@@ -260,82 +237,76 @@ def _numbers(a: DTensor, where: Any) -> Any:
     if a.dtype.kind not in "fc":
         return where
     found = call(np.equal, (a, a))
-    return found if where is True or where is np._NoValue else call(np.logical_and, (found, where))
+    return found if where is True else call(np.logical_and, (found, where))
 
 
 def _passing_over(function: Callable[..., Any], plainly: Callable[..., Any]) -> None:
-    @implements(function)
+    @implements_by_name(function)
     def do(
-        a: DTensor,
-        axis: Any = None,
-        dtype: Any = None,
-        *args: Any,
-        where: Any = True,
-        **kwargs: Any,
+        a: DTensor, axis: Any = None, dtype: Any = None, where: Any = True, **options: Any
     ) -> DTensor:
         _refuse_whole_numbers(function, a, dtype)
         if plainly is np.mean and a.dtype.kind in "fc":
             axis = axes_of(axis, a.ndim)
+        if where is True and options.get("initial", 0) is None:
+            del options["initial"]  # NumPy's has no mask then, which would need one
         x = reduced_anywhere(a)
-        found: DTensor = plainly(x, axis, dtype, *args, where=_numbers(x, where), **kwargs)
+        found: DTensor = plainly(x, axis, dtype, where=_numbers(x, where), **options)
         return found
 
 
 def _refuse_whole_numbers(function: Callable[..., Any], a: DTensor, dtype: Any) -> None:
     divides = function not in (np.nansum, np.nanprod)
-    if divides and a.dtype.kind in "fc" and is_given(dtype) and np.dtype(dtype).kind not in "fc":
+    if divides and a.dtype.kind in "fc" and dtype is not None and np.dtype(dtype).kind not in "fc":
         raise on_all_ranks(DTypeError(f"np.{function.__name__} of {a.dtype} is not of {dtype}"))
 
 
 def _nan_spread(function: Callable[..., Any], plainly: Callable[..., Any]) -> None:
     """Register a variance that passes NaN over, and is NaN of fewer elements than it takes."""
 
-    @implements(function)
+    @implements_by_name(function)
     def do(
         a: DTensor,
         axis: Any = None,
         dtype: Any = None,
-        out: Any = None,
         ddof: float = 0,
-        keepdims: Any = False,
+        keepdims: bool = False,
         *,
         where: Any = True,
-        mean: Any = np._NoValue,
-        correction: Any = np._NoValue,
+        correction: Any = None,
+        **options: Any,
     ) -> DTensor:
         _refuse_whole_numbers(function, a, dtype)
         x = reduced_anywhere(a)
         numbers = _numbers(x, where)
-        rest = correction if is_given(correction) else ddof
-        more = {"where": numbers, "mean": mean}
+        rest = ddof if correction is None else correction
+        options |= {"ddof": rest, "keepdims": keepdims, "where": numbers}
         if x.dtype.kind not in "fc":
-            found: DTensor = plainly(x, axis, dtype, out, rest, keepdims, **more)
+            found: DTensor = plainly(x, axis, dtype, **options)
             return found
         axes = axes_of(axis, x.ndim)
-        found = plainly(x, axes, dtype, None, rest, keepdims, **more)
-        counted = count(x, axes, bool(is_given(keepdims) and keepdims), numbers)
-        enough = call(np.greater, (counted, rest))
+        found = plainly(x, axes, dtype, **options)
+        enough = call(np.greater, (count(x, axes, keepdims, numbers), rest))
         found = sure_rule_of(np.where)(enough, found, found.dtype.type(np.nan))
-        return store(found, out) if is_given(out) else found
+        return found
 
 
 def _nan_best(function: Callable[..., Any], ufunc: np.ufunc, worst: float) -> None:
-    @implements(function)
+    @implements_by_name(function)
     def do(
         a: DTensor,
         axis: Any = None,
-        out: Any = None,
-        keepdims: Any = False,
+        keepdims: bool = False,
         initial: Any = np._NoValue,
         where: Any = True,
     ) -> DTensor:
         x = reduced_anywhere(a)
         if x.dtype.kind == "c":  # the larger of complex numbers is no reduction of MPI
             passing = np.fmin if ufunc is np.minimum else np.fmax
-            return reduce(passing, x, axis, None, out, keepdims, initial, where)
+            return reduce(passing, x, axis, None, keepdims, initial, where)
         if x.dtype.kind != "f":
-            return reduce(ufunc, x, axis, None, out, keepdims, initial, where)
-        if where is not True and where is not np._NoValue and not is_given(initial):
+            return reduce(ufunc, x, axis, None, keepdims, initial, where)
+        if where is not True and initial in (None, np._NoValue):
             raise on_all_ranks(ShapeError(f"np.{function.__name__} with where= takes initial="))
         initial = np._NoValue if initial is None else initial
         if initial is np._NoValue and any(x.shape[one] == 0 for one in axes_of(axis, x.ndim)):
@@ -344,12 +315,12 @@ def _nan_best(function: Callable[..., Any], ufunc: np.ufunc, worst: float) -> No
             )
         mask = _numbers(x, where)
         begin = worst if initial is np._NoValue else initial
-        best = reduce(ufunc, x, axis, None, None, keepdims, begin, mask)
+        best = reduce(ufunc, x, axis, None, keepdims, begin, mask)
         if initial is np._NoValue:
             # Where there is nothing but NaN, that is the result.
             some = reduce(np.logical_or, mask, axis, keepdims=keepdims)
             best = sure_rule_of(np.where)(some, best, x.dtype.type(np.nan))
-        return store(best, out) if is_given(out) else best
+        return best
 
 
 _passing_over(np.nansum, np.sum)

@@ -16,11 +16,11 @@ from mpimesh.dtensor.reduce import reduce
 from mpimesh.dtensor.run import (
     Work,
     as_tensor,
+    implements_by_name,
     reduced_anywhere,
     refuse_options,
     run,
     shape_of,
-    store,
     whole_key,
 )
 from mpimesh.errors import NoRuleError, ShapeError, on_all_ranks
@@ -204,7 +204,7 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> DTensor:
     tried(np.bincount, [x, *others])  # refuses what it does not count
     if minlength < 0:
         raise on_all_ranks(ShapeError(f"bincount takes a minlength from 0 on, got {minlength}"))
-    kind = np.dtype(np.float64 if others else np.intp)
+    kind = np.dtype(np.float64 if others and shape_of(x)[0] else np.intp)  # as NumPy has it
     length = minlength
     if shape_of(x)[0]:
         if isinstance(x, DTensor):
@@ -327,8 +327,8 @@ def select(condlist: Any, choicelist: Any, default: Any = 0) -> Any:
     return blockwise(work, [*conditions, *choices, default])
 
 
-@implements(np.choose)
-def choose(a: Any, choices: Any, out: Any = None, mode: Any = "raise") -> DTensor:
+@implements_by_name(np.choose)
+def choose(a: Any, choices: Any, mode: Any = "raise") -> DTensor:
     """Choose for each element from the array that its number says.
 
     Raises:
@@ -338,8 +338,7 @@ def choose(a: Any, choices: Any, out: Any = None, mode: Any = "raise") -> DTenso
     def work(number: Any, *blocks: Any) -> Any:
         return np.choose(number, list(blocks), mode=mode)
 
-    (made,) = _checked("choose", work, [a, *choices], may_fail=mode == "raise")
-    return made if out is None else store(made, out)
+    return _checked("choose", work, [a, *choices], may_fail=mode == "raise")[0]
 
 
 @implements(np.piecewise)

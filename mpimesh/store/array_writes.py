@@ -14,7 +14,7 @@ from mpimesh.arguments import shown
 from mpimesh.arrays import DType, HostArray
 from mpimesh.dtensor import DTensor
 from mpimesh.dtensor.consistency import gather_facts
-from mpimesh.dtensor.redistribute import start_redistribute
+from mpimesh.dtensor.redistribute import redistribution
 from mpimesh.errors import (
     DamagedError,
     IndexOutOfRangeError,
@@ -232,16 +232,8 @@ def _carried(file: ArrayFile, region: Region, values: DTensor) -> Iterator[tuple
             row = Mesh([("writer", len(ranks))], ranks)
             target = Layout(row, [Shard.of_sizes(region.kept.index(axis), sizes)])
             box = (*tile[:axis], (edges[place], edges[place + 1]), *tile[axis + 1 :])
-        block = start_redistribute(
-            mesh,
-            part.layout,
-            mesh,
-            target,
-            part.shape,
-            part.dtype,
-            part.local,
-            lambda block: block,
-        ).resolve()
+        moving = redistribution(mesh, part.layout, mesh, target, part.shape, part.dtype)
+        block = moving.start(mesh, part.local, lambda block: block).resolve()
         if box is not None and volume(box):
             yield box, block
 

@@ -141,8 +141,9 @@ def _matrices(d: Draw, rule: str) -> str:
         text = f"{rule}({x}{d.options(rtol=[tolerance, '1e-3'])})"
         return text if name == "pinv" or d.chance(0.6) else f"{rule}({x}, tol={tolerance})"
     if name == "svd":
-        options = d.pick("full_matrices=False)[1]", "compute_uv=False)")  # vectors have any sign
-        return f"np.linalg.svd({x}, {options}"
+        options = d.options(compute_uv=[False])
+        values = "" if options else "[1]"  # vectors have any sign
+        return f"np.linalg.svd({x}, full_matrices=False{options}){values}"
     if name == "eigh":
         return f"{rule}({x})[0]"
     if name == "eig":

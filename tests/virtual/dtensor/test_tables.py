@@ -271,6 +271,8 @@ def test_edges_of_histograms_are_as_numpy_has_them():
         ("np.where(x0)", [(4, 3)]),
         ("np.union1d(x0.astype('u2'), 4)", [(4,)]),
         ("np.sum(x0, initial=None)", [(0,)]),
+        ("np.sum(x0, initial=None, where=x0 > 4)", [(3,)]),
+        ("np.bincount(x0, x1, 3)", [(0,), (0,)]),
         ("np.linalg.norm(x0, axis=(0, 1, 2))", [(2, 2, 2)]),
         ("np.cov(x0, x1, rowvar=False)", [(1, 3), (1, 3)]),
         ("np.fft.fftn(x0, axes=(1, 1))", [(3, 2)]),
