@@ -31,8 +31,8 @@ from mpimesh.store.format import (
     stored_as,
     tensor_name,
 )
-from mpimesh.store.reading import FileReader
-from mpimesh.store.values import from_json
+from mpimesh.store.loading import FileReader
+from mpimesh.store.parts import from_json
 
 __all__ = ["export", "problems_of", "run_export", "run_ls", "run_show", "run_verify"]
 

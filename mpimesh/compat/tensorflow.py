@@ -29,9 +29,11 @@ from mpimesh.compat.tensorflow_layout import (
     UNSHARDED,
     Layout,
     Mesh,
+    as_kind,
     check_spmd,
     create_mesh,
     full_name,
+    kind_of,
     shape_for,
 )
 from mpimesh.compat.tensorflow_training import (
@@ -97,6 +99,7 @@ __all__ = [
     "to_numpy",
     "unpack",
     "unpacked",
+    "unpacked_to_numpy",
 ]
 
 # -- clients --------------------------------------------------------------------------------------
@@ -157,12 +160,10 @@ def initialize_accelerator_system(device_type: str | None = None) -> str:
     if world in _CLIENTS:
         raise MeshError("the accelerator system is initialized; shutdown_accelerator_system first")
     with DeviceMesh("clients=-1") as mesh:
-        found = "GPU" if all(one.backend.is_gpu for one in mesh.all_devices()) else "CPU"
+        found = kind_of(mesh)
 
         def chosen() -> str:
-            if device_type is not None:
-                check_kind(device_type, str, "device_type", MeshError, wanted="'CPU' or 'GPU'")
-            kind = found if device_type is None else device_type.upper()
+            kind = as_kind(device_type, found)
             if kind not in (found, "CPU"):
                 raise MeshError(f"device_type {kind} is asked for, but the ranks have {found}")
             return kind
@@ -208,10 +209,8 @@ def create_distributed_mesh(
     def checked() -> list[tuple[str, int]]:
         me, kind = client(), client().preferred_device_type
         check_spmd(use_xla_spmd)
-        if device_type is not None:
-            check_kind(device_type, str, "device_type", MeshError, wanted="'CPU' or 'GPU'")
-            if device_type.upper() != kind:
-                raise MeshError(f"device_type is {device_type}, but the clients have a {kind} each")
+        if as_kind(device_type, kind) != kind:
+            raise MeshError(f"device_type is {device_type}, but the clients have a {kind} each")
         if local_devices is not None:
             devices = as_items(local_devices, "local_devices")
             if [full_name(one, me.job_name, me.client_id) for one in devices] != me.local_devices():
@@ -239,15 +238,14 @@ def create_tpu_mesh(*args: Any, **kwargs: Any) -> NoReturn:
 
 def _live(layout: Any, mesh: Any = None) -> DeviceMesh:
     """Return the live mesh that is meant."""
-    there = getattr(layout, "mesh", None)
-    live = next((one for one in (mesh, there, current_mesh()) if _of_live(one)), None)
-    if live is None:
-        raise LayoutError(
-            "a layout says on which ranks, and a live mesh moves data between them: give mesh=, or "
-            "work within `with default_mesh(mesh):`"
-        )
-    found: DeviceMesh = _of_live(live)
-    return found
+    for one in (mesh, getattr(layout, "mesh", None), current_mesh()):
+        live: DeviceMesh | None = _of_live(one)
+        if live is not None:
+            return live
+    raise LayoutError(
+        "a layout says on which ranks, and a live mesh moves data between them: give mesh=, or "
+        "work within `with default_mesh(mesh):`"
+    )
 
 
 def _checked(layout: object) -> Layout:
@@ -317,26 +315,21 @@ def pack(
     block = np.asarray(tensors[0])
     packed = DTensor.from_local(block, live, layout.placement, shape=found)
     if check_replicas:
-        _check_copies(packed)
-    return packed
-
-
-def _check_copies(x: DTensor) -> None:
-    """Raise MismatchError on every rank if two have different copies of one part. Collective."""
-    group = x.mesh.group()
-    mine = digest_text(np.ascontiguousarray(x.local).reshape(-1).view(np.uint8).data)
-    first: dict[Any, tuple[int, str]] = {}
-    for rank, digest in zip(group.ranks, agree(group, "pack: its copies", mine), strict=True):
-        box = x.layout.box(x.shape, rank)
-        other, expected = first.setdefault(box, (rank, digest))
-        if digest != expected:
-            index = ", ".join(f"{start}:{stop}" for start, stop in box)
-            raise on_all_ranks(
-                MismatchError(
-                    f"ranks {other} and {rank} give different components to pack, but as "
-                    f"{x.layout} both have the same part, [{index}]"
+        digest = digest_text(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+        first: dict[Any, tuple[int, str]] = {}
+        for place, other in enumerate(agree(live.group(), "pack: its copies", digest)):
+            rank = live.group().ranks[place]
+            box = packed.layout.box(found, rank)
+            before, expected = first.setdefault(box, (rank, other))
+            if other != expected:
+                index = ", ".join(f"{start}:{stop}" for start, stop in box)
+                raise on_all_ranks(
+                    MismatchError(
+                        f"ranks {before} and {rank} give different components to pack, but as "
+                        f"{packed.layout} both have the same part, [{index}]"
+                    )
                 )
-            )
+    return packed
 
 
 def unpack(tensor: DTensor) -> list[Any]:
@@ -473,3 +466,12 @@ def unpacked(value: Any, layout: Layout) -> list[HostArray]:
         whole[tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, sizes, strict=True))]
         for place in layout.offset_to_shard()
     ]
+
+
+def unpacked_to_numpy(unpacked: Sequence[Any], layout: Layout) -> HostArray:
+    """Return the whole array of the blocks of all devices; the inverse of :func:`unpacked`. Local.
+
+    It is TensorFlow's `numpy_util.unpacked_to_numpy`.
+    """
+    whole: HostArray = np.block(_checked(layout).unravel(unpacked).tolist())
+    return whole

@@ -47,6 +47,19 @@ def _type_of(devices: Sequence[str]) -> str:
     return types[0]
 
 
+def kind_of(mesh: DeviceMesh) -> str:
+    """Return the type of device that all ranks have."""
+    return "GPU" if all(one.backend.is_gpu for one in mesh.all_devices()) else "CPU"
+
+
+def as_kind(device_type: object, default: str) -> str:
+    """Return a type of device in capitals; `default` for None."""
+    if device_type is None:
+        return default
+    wanted = "'CPU' or 'GPU'"
+    return check_kind(device_type, str, "device_type", MeshError, wanted=wanted).upper()
+
+
 # -- meshes ---------------------------------------------------------------------------------------
 
 
@@ -90,8 +103,8 @@ class Mesh:
         global_devices: Sequence[str] | None = None,
         use_xla_spmd: bool = False,
     ) -> None:
-        if not isinstance(global_device_ids, np.ndarray):
-            raise MeshError(f"global_device_ids must be an ndarray, got {shown(global_device_ids)}")
+        wanted = "an ndarray"
+        check_kind(global_device_ids, np.ndarray, "global_device_ids", MeshError, wanted=wanted)
         ids = global_device_ids.reshape(-1)
         if not ids.size or ids.dtype.kind not in "iu":
             raise MeshError("global_device_ids must be whole numbers, and not be empty")
@@ -103,16 +116,11 @@ class Mesh:
                 f"the number of dim_names, {len(dim_names)}, must be that of the dims of "
                 f"global_device_ids, {global_device_ids.ndim}"
             )
-        for what, rows in (
-            ("local_device_ids", local_device_ids),
-            ("local_devices", local_devices),
-        ):
-            if not isinstance(rows, list):
-                raise MeshError(f"{what} must be a list, got {shown(rows)}")
+        check_kind(local_device_ids, list, "local_device_ids", MeshError, wanted="a list")
+        check_kind(local_devices, list, "local_devices", MeshError, wanted="a list")
         if not local_devices and not global_devices:
             raise MeshError("Empty list of devices not allowed")
-        if use_xla_spmd:
-            raise MeshError("use_xla_spmd is not supported: mpimesh has no XLA")
+        check_spmd(use_xla_spmd)
         dims = list(zip(dim_names, global_device_ids.shape, strict=True))
         self._set(
             meshes.Mesh(dims, ids), mesh_name, local_device_ids, local_devices, global_devices or ()
@@ -142,7 +150,7 @@ class Mesh:
             )
         if len(everyone) not in (0, size):
             raise MeshError(f"{len(everyone)} global devices in a mesh of {size}")
-        first = self._first(value)
+        first = int(value.ids.min())
         if any(not first <= one < first + size for one in local):
             raise MeshError(
                 f"a local device id of {local} is not in mesh {value.dims_text or '()'}"
@@ -168,7 +176,7 @@ class Mesh:
         if isinstance(mesh, meshes.Mesh):
             made._set(mesh, "", (), (), ())
         else:
-            kind = "GPU" if all(one.backend.is_gpu for one in mesh.all_devices()) else "CPU"
+            kind = kind_of(mesh)
             job = "localhost" if mesh.world_size == 1 else "worker"
             names = [full_name(f"{kind}:0", job, rank) for rank in mesh.mesh.ids.tolist()]
             mine = [mesh.offset_of(mesh.rank)] if mesh.contains_rank(mesh.rank) else []
@@ -181,10 +189,6 @@ class Mesh:
     def from_device(cls, device: str) -> Mesh:
         """Return the mesh without dims that is one device."""
         return cls([], np.array(0), [0], [device])
-
-    @staticmethod
-    def _first(value: meshes.Mesh) -> int:
-        return int(value.ids.min())
 
     # -- dims and places -----------------------------------------------------------
 
@@ -246,7 +250,7 @@ class Mesh:
 
     def min_global_device_id(self) -> int:
         """Return the smallest id."""
-        return self._first(self.mesh)
+        return int(self.mesh.ids.min())
 
     def global_devices(self) -> list[str]:
         """Return the names of all devices, empty where not known."""
@@ -311,12 +315,8 @@ class Mesh:
         if self.is_single_device() and not self.name:
             return self.single_device
         ids = self.global_device_ids().reshape(-1).tolist()
-        rows = [
-            ids,
-            self.local_ids,
-            self.local_names,
-            *([self.global_names] * bool(self.global_names)),
-        ]
+        rows = [ids, self.local_ids, self.local_names]
+        rows += [self.global_names] if self.global_names else []
         return "|".join([self.name, self.mesh.dims_text, *(",".join(map(str, r)) for r in rows)])
 
     @classmethod
@@ -372,9 +372,7 @@ def create_mesh(
     dims = parse_dims({"x": -1} if mesh_dims is None else mesh_dims)
     if devices is None and any(dim.size == -1 for dim in dims):
         raise MeshError("a mesh over all devices needs to know them: give devices=")
-    if device_type is not None:
-        check_kind(device_type, str, "device_type", MeshError, wanted="'CPU' or 'GPU'")
-    kind = (device_type or "CPU").upper()
+    kind = as_kind(device_type, "CPU")
     if devices is None:
         devices = [f"{kind}:{k}" for k in range(prod(d.size for d in dims))]
     names = [*map(full_name, as_items(devices, "devices"))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -319,7 +319,8 @@ def name_based_save(mesh: DeviceMesh, checkpoint_prefix: str, name_tensor_dict: 
         MeshError: On every rank, if something lies on another mesh.
         MismatchError: On every rank, if the ranks save different names.
     """
-    save(checkpoint_prefix, _checked(mesh, "name_based_save", name_tensor_dict), mesh=mesh)
+    tensors = _checked(mesh, "name_based_save", lambda: name_tensor_dict)
+    save(checkpoint_prefix, tensors, mesh=mesh)
 
 
 def sharded_save(
@@ -342,7 +343,7 @@ def sharded_save(
         StoreError: So, and if there are not as many names as arrays, or a name stands twice.
     """
 
-    def paired() -> str:
+    def paired() -> Tensors:
         slices = ["" for _ in tensor_names] if shape_and_slices is None else [*shape_and_slices]
         if any(slices) or not len(tensor_names) == len(slices) == len(tensors):
             raise StoreError(
@@ -351,11 +352,9 @@ def sharded_save(
             )
         if len(set(tensor_names)) < len(tensor_names):
             raise StoreError(f"each name stands once, got {[*tensor_names]}")
-        return "arrays with names"
+        return dict(zip(tensor_names, tensors, strict=True))
 
-    check_kind(mesh, DeviceMesh, "mesh", StoreError, wanted="a live DeviceMesh")
-    agree_alike(mesh.group(), "sharded_save", paired)
-    name_based_save(mesh, file_prefix, dict(zip(tensor_names, tensors, strict=True)))
+    save(file_prefix, _checked(mesh, "sharded_save", paired), mesh=mesh)
 
 
 def name_based_restore(
@@ -377,13 +376,14 @@ def name_based_restore(
         DTypeError: On every rank, if it was saved with another dtype; but a variable with
             `save_as_bf16` may have been saved as bfloat16.
     """
-    wanted = _checked(mesh, "name_based_restore", name_tensor_dict)
+    wanted = _checked(mesh, "name_based_restore", lambda: name_tensor_dict)
 
     def layout(name: str, shape: tuple[int, ...], dtype: Any) -> Layout:
         one = wanted[name]
         if tuple(shape) != tuple(one.shape):
             raise ShapeError(f"{name!r} was saved with shape {shape}, and {one!r} has {one.shape}")
-        if dtype != one.dtype and not (_saves_as_bf16(one) and dtype.name == "bfloat16"):
+        rounded = isinstance(one, DVariable) and one.save_as_bf16 and dtype.name == "bfloat16"
+        if dtype != one.dtype and not rounded:
             raise DTypeError(f"{name!r} was saved as {dtype}, and {one!r} is of {one.dtype}")
         return one.layout
 
@@ -467,14 +467,17 @@ class DTensorCheckpoint:
 _COUNTER = "save_counter"
 
 
-def _checked(mesh: DeviceMesh, caller: str, tensors: Tensors) -> dict[str, DTensor | DVariable]:
+def _checked(
+    mesh: DeviceMesh, caller: str, make: Callable[[], Tensors]
+) -> dict[str, DTensor | DVariable]:
     """Return arrays and variables by name, if they are such, on the mesh, and alike on all ranks.
 
     Collective over the mesh.
     """
     check_kind(mesh, DeviceMesh, "mesh", MeshError, wanted="a DeviceMesh")
 
-    def text() -> str:
+    def checked() -> dict[str, DTensor | DVariable]:
+        tensors = make()
         if not isinstance(tensors, Mapping):
             raise StoreError(f"{caller} takes arrays by name, got {shown(tensors)}")
         for name, one in tensors.items():
@@ -488,11 +491,6 @@ def _checked(mesh: DeviceMesh, caller: str, tensors: Tensors) -> dict[str, DTens
                     f"{caller}: {name!r} lies on mesh {one.mesh.dims_text}, and all are saved on "
                     f"{mesh.dims_text}"
                 )
-        return ", ".join(tensors)
+        return dict(tensors)
 
-    agree_alike(mesh.group(), caller, text)
-    return dict(tensors)
-
-
-def _saves_as_bf16(one: DTensor | DVariable) -> bool:
-    return isinstance(one, DVariable) and one.save_as_bf16
+    return agree_alike(mesh.group(), caller, checked, ", ".join)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import shutil
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,65 +17,46 @@ from mpimesh.arrays import Array, DType, HostArray, array_shape
 from mpimesh.dtensor import DTensor
 from mpimesh.dtensor.consistency import compare_call
 from mpimesh.dtensor.defaults import as_live
+from mpimesh.dtensor.redistribute import redistribution
 from mpimesh.errors import (
     ClosedError,
     DTypeError,
     IndexOutOfRangeError,
     LayoutError,
     MismatchError,
-    MpimeshError,
+    NoRuleError,
     ShapeError,
     StoreError,
     on_all_ranks,
 )
-from mpimesh.layout import Layout, Partial, PlacementLike, Replicate
-from mpimesh.layout.boxes import extent
+from mpimesh.layout import Layout, Partial, PlacementLike, Replicate, Shard
+from mpimesh.layout.boxes import Box, extent, local_box, view, volume, whole
+from mpimesh.layout.keys import read_key
+from mpimesh.mesh import Mesh
 from mpimesh.runtime import DeviceMesh
+from mpimesh.runtime.call import Call
+from mpimesh.runtime.group_core import GroupCore
 from mpimesh.runtime.operands import host_array
-from mpimesh.store.array_writes import (
-    ArrayFile,
-    Region,
-    as_ours,
-    holders_of,
-    tell_all,
-    write_region,
+from mpimesh.store.array_formats import FORMATS, ArrayFile, Format, chunks_of, cut, grid_tiles
+from mpimesh.store.files import (
+    agreeing,
+    as_store_error,
+    publish,
+    ranks_of_job,
+    remove,
+    temporary_beside,
 )
-from mpimesh.store.files import sync, temporary_beside
-from mpimesh.store.flat_arrays import create_npy, open_npy
-from mpimesh.store.hdf5_arrays import create_hdf5, open_hdf5
-from mpimesh.store.together import ranks_of_job
-from mpimesh.store.zarr_arrays import chunks_of, create_zarr, open_zarr
 
 __all__ = ["OpenedArray", "open_array", "save_array"]
 
+SLAB_BYTES = 4 << 20
+"""Bytes of an array that are carried to the ranks that write them at a time."""
 
-@dataclass(frozen=True, slots=True)
-class _Format:
-    """A format of files.
+_SHORT_BYTES = 4096
+"""Boxes whose elements lie in shorter rows are carried to another rank before they are written."""
 
-    Attributes:
-        name: Its name, which is that of its extra of mpimesh, too.
-        suffixes: The ends of names of its files.
-        open: Opens an array of a path, in a mode, of a dataset.
-        create: Makes a file for an array, without values: with a path, that of the old file,
-            shape, dtype, dataset and chunks.
-        options: What may be chosen beside.
-        is_folder: Whether a path is a folder.
-    """
-
-    name: str
-    suffixes: tuple[str, ...]
-    open: Callable[[Path, str, str | None], ArrayFile]
-    create: Callable[..., None]
-    options: tuple[str, ...]
-    is_folder: bool = False
-
-
-_FORMATS = (
-    _Format("npy", (".npy",), open_npy, create_npy, ()),
-    _Format("zarr", (".zarr",), open_zarr, create_zarr, ("chunks",), is_folder=True),
-    _Format("hdf5", (".h5", ".hdf5"), open_hdf5, create_hdf5, ("dataset", "chunks")),
-)
+_FREE_BYTES = 64 << 10
+"""Arrays up to this size are written as they lie."""
 
 
 def open_array(
@@ -108,29 +88,23 @@ def open_array(
         >>> with mm.open_array("x.npy", mesh) as a:
         ...     x = a.read("dp=S0")
     """
-    problem: MpimeshError | None = None
-    place, file = Path(), None
     live = None if mesh is None else as_live(mesh)
+    file: ArrayFile | None = None
     try:
-        place = _path(path)
-        kind = _format_of(place, format, dataset=dataset)
-        if mode not in ("r", "r+"):
-            raise StoreError(f'an array is opened in mode "r" or "r+", got {shown(mode)}')
-        if not place.exists():
-            raise StoreError(f"cannot open {place}: there is no such file")
-        file = kind.open(place, mode, dataset)
-    except Exception as error:
-        problem = as_ours(error, "open", place, reading=True)
-    facts = None if file is None else [file.shape, str(file.dtype)]
-    try:
-        _agree(live, "open_array", [str(place), mode, format, dataset, facts], problem)
+        with _alike(live, "open_array", f"open {path}", reading=True) as facts:
+            place = _path(path)
+            kind = _format_of(place, format, dataset=dataset)
+            if mode not in ("r", "r+"):
+                raise StoreError(f'an array is opened in mode "r" or "r+", got {shown(mode)}')
+            if not place.exists():
+                raise StoreError(f"cannot open {place}: there is no such file")
+            file = kind.open(place, mode, dataset)
+            facts.append([str(place), mode, format, dataset, file.shape, str(file.dtype)])
+        return OpenedArray(place, file, live, mode)
     except BaseException:
         if file is not None:
             file.close()
         raise
-    if file is None:  # without a mesh, the problem was raised
-        raise StoreError(f"cannot open {place}")
-    return OpenedArray(place, file, live, mode)
 
 
 def save_array(
@@ -178,59 +152,43 @@ def save_array(
     live = x.mesh if isinstance(x, DTensor) else None if mesh is None else as_live(mesh)
     if live is not None and not live.contains_rank(live.rank):
         return
-    problem: MpimeshError | None = None
-    place, facts, extents, kind = Path(), None, None, _FORMATS[0]
-    try:
+    extents = None
+    with _alike(live, "save_array", f"write {path}") as facts:
         place = _path(path)
         kind = _format_of(place, format, dataset=dataset, chunks=chunks)
         if mesh is not None and live is not mesh:
             raise LayoutError("x is on another mesh than mesh; leave mesh out")
         values = x if isinstance(x, DTensor) else host_array(x)
         shape, dtype = values.shape, values.dtype
-        boxes = holders_of(values)
-        extents = None if chunks is None else _chunks(chunks, shape)
-        if extents is None and kind.name == "zarr":
-            extents = chunks_of(shape, boxes, dtype.itemsize)
+        if chunks is not None:
+            extents = _chunks(chunks, shape)
+        elif kind.name == "zarr":
+            extents = chunks_of(shape, _holders_of(values), dtype.itemsize)
         text = values.layout.text if isinstance(values, DTensor) else ""
-        facts = [shape, str(dtype), text, extents]
-    except Exception as error:
-        problem = as_ours(error, "write", place)
-    _agree(live, "save_array", [str(place), format, dataset, facts], problem)
+        facts.append([str(place), format, dataset, shape, str(dtype), text, extents])
     if live is not None and isinstance(values, np.ndarray):
         compare_call(live, "save_array", (values,))
         values = DTensor._of_block(live, Layout.replicated(live), shape, dtype, values)
-    is_first = live is None or live.rank == live.group().ranks[0]
-    part = ""
+    core, part, file = _core(live), None, None
+    is_first = core is None or core.rank == 0
     try:
-        if is_first:
-            try:
+        with agreeing(core, "save_array", f"write {place}") as names:
+            if is_first:
                 place = _checked(place, kind)
-                part = str(temporary_beside(place))
-                kind.create(Path(part), place, shape, dtype, dataset=dataset, chunks=extents)
-            except Exception as error:
-                problem = as_ours(error, "write", place)
-        name = Path(tell_all(live, "save_array", part, problem)[0])
-        file = None
-        try:
-            file = kind.open(name, "r+", dataset)
-        except Exception as error:
-            problem = as_ours(error, "write", place)
-        try:
-            tell_all(live, "save_array", None, problem)
-            if file is not None:
-                write_region(file, Region.of((), shape), values, place)
-        finally:
-            if file is not None:
-                file.close()
-        if is_first:
-            try:
-                _publish(name, place)
-            except Exception as error:
-                problem = as_ours(error, "write", place)
-        tell_all(live, "save_array", None, problem)
+                part = temporary_beside(place)
+                kind.create(part, place, shape, dtype, dataset, extents)
+                names.append(str(part))
+        with agreeing(core, "save_array", f"write {place}"):
+            file = kind.open(Path(names[0]), "r+", dataset)
+        _write_region(file, Region.of((), shape), values, place)
+        with agreeing(core, "save_array", f"write {place}"):
+            if part is not None:
+                publish(part, place)
     finally:
-        if is_first and part:
-            _discard(Path(part))
+        if file is not None:
+            file.close()
+        if part is not None:
+            remove(part)
 
 
 class OpenedArray:
@@ -272,7 +230,7 @@ class OpenedArray:
             out = np.empty(region.shape, self.dtype)
             self._read(region.ranges, region.widened(out))
         except Exception as error:
-            raise as_ours(error, "read", self._path, reading=True) from error
+            raise as_store_error(error, f"read {self._path}", reading=True) from error
         return out
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> HostArray:
@@ -294,7 +252,7 @@ class OpenedArray:
             DamagedError: If the file was cut off.
             StoreError: If it cannot be read.
         """
-        mesh, problem, made = self._mesh, None, None
+        mesh = self._mesh
         if mesh is None:
             if placements is not None:
                 raise LayoutError(
@@ -302,20 +260,15 @@ class OpenedArray:
                     "placements: mm.open_array(path, mesh)"
                 )
             return self[index]
-        goal, facts = Layout.replicated(mesh), None
-        try:
+        with _alike(mesh, "read", f"read {self._path}", reading=True) as facts:
             region = Region.of(index, self._opened.shape)
-            goal = goal if placements is None else Layout(mesh, placements)
-            facts = [goal.text, [[row.start, row.stop, row.step] for row in region.ranges]]
+            goal = Layout.replicated(mesh) if placements is None else Layout(mesh, placements)
+            rows = [[row.start, row.stop, row.step] for row in region.ranges]
+            facts.append([str(self._path), goal.text, rows])
             made = self._block(region, goal)
-        except Exception as error:
-            problem = as_ours(error, "read", self._path, reading=True)
-        if not mesh.contains_rank(mesh.rank):
-            if problem is not None:
-                raise problem
-            return made
-        _agree(mesh, "read", [str(self._path), facts], problem)
-        return made.redistribute(goal.placement) if made is not None and goal.partial_op else made
+        if made.is_member and goal.partial_op:
+            return made.redistribute(goal.placement)
+        return made
 
     def _block(self, region: Region, goal: Layout) -> DTensor:
         """Return the tensor of this rank's block, with copies where summands are wanted."""
@@ -347,19 +300,16 @@ class OpenedArray:
             ShapeError: If `x` has another shape.
             DTypeError: If `x` has another dtype.
         """
-        mesh, problem, facts, values, region = self._mesh, None, None, x, None
+        mesh = self._mesh
         if mesh is not None and not mesh.contains_rank(mesh.rank):
             return
-        try:
+        with _alike(mesh, "write", f"write {self._path}") as facts:
             region = Region.of(index, self._opened.shape)
             values = self._checked_values(x, region)
             text = values.layout.text if isinstance(values, DTensor) else ""
-            facts = [text, [[row.start, row.stop] for row in region.ranges]]
-        except Exception as error:
-            problem = as_ours(error, "write", self._path)
-        _agree(mesh, "write", [str(self._path), facts], problem)
-        if region is not None:
-            write_region(self._file, region, values, self._path)
+            rows = [[row.start, row.stop] for row in region.ranges]
+            facts.append([str(self._path), text, rows])
+        _write_region(self._opened, region, values, self._path)
 
     def _checked_values(self, x: Array, region: Region) -> DTensor | HostArray:
         if self._mode != "r+":
@@ -419,69 +369,196 @@ class OpenedArray:
         self._opened.read(tuple(rows), out)
 
 
-# -- files and folders -----------------------------------------------------------------------------
+# -- parts of arrays, and writing them -------------------------------------------------------------
 
 
-def _checked(path: Path, kind: _Format) -> Path:
-    """Return where a file is to be: of a symbolic link, where it leads to.
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of an array, and the axes that it has: a number drops its axis.
+
+    Attributes:
+        ranges: The indices along each axis of the array.
+        dropped: The axes that the part has not.
+    """
+
+    ranges: tuple[range, ...]
+    dropped: tuple[int, ...]
+
+    @classmethod
+    def of(cls, index: Any, shape: tuple[int, ...]) -> Region:
+        """Read an index.
+
+        Raises:
+            IndexOutOfRangeError: If it does not fit, or has arrays or new axes.
+        """
+        try:
+            key = read_key(index, shape)
+        except NoRuleError as error:
+            raise IndexOutOfRangeError(str(error)) from None
+        if key.arrays or key.new:
+            raise IndexOutOfRangeError(
+                f"a part of an array in a file is made of numbers and slices, got {shown(index)}; "
+                "read it first"
+            )
+        return cls(key.picks, key.single)
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The axes that the part has."""
+        return tuple(axis for axis in range(len(self.ranges)) if axis not in self.dropped)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return tuple(len(self.ranges[axis]) for axis in self.kept)
+
+    def inside(self, box: Box) -> tuple[range, ...]:
+        """Return the indices, along each axis of the array, of a box of the part."""
+        rows = list(self.ranges)
+        for axis, (start, stop) in zip(self.kept, box, strict=True):
+            rows[axis] = rows[axis][start:stop]
+        return tuple(rows)
+
+    def box(self, box: Box) -> Box:
+        """Return a box of the part as one of the array; all steps are 1."""
+        return tuple((row.start, row.stop) for row in self.inside(box))
+
+    def back(self, box: Box) -> Box:
+        """Return a box of the array as one of the part."""
+        rows = [self.ranges[axis].start for axis in self.kept]
+        edges = [box[axis] for axis in self.kept]
+        return tuple((a - first, b - first) for (a, b), first in zip(edges, rows, strict=True))
+
+    def widened(self, values: HostArray) -> HostArray:
+        """Return a view with an axis of length 1 for each that was dropped."""
+        return np.expand_dims(values, self.dropped) if self.dropped else values
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def _write_region(file: ArrayFile, region: Region, values: DTensor | HostArray, path: Path) -> None:
+    """Write into a part of an open file, and have it on the disk. Collective over the mesh.
 
     Raises:
-        StoreError: If something else is there, or no folder for it.
+        StoreError: On every rank, if any could not write.
     """
-    path = path.resolve()
-    if not path.parent.is_dir():
-        raise StoreError(f"cannot write {path}: there is no folder {path.parent}")
-    if kind.is_folder and path.exists() and not _is_zarr(path):
-        raise StoreError(f"cannot write {path}: what is there is no array of Zarr")
-    if not kind.is_folder and path.exists() and not path.is_file():
-        raise StoreError(f"cannot write {path}: what is there is no ordinary file")
-    return path
-
-
-def _is_zarr(path: Path) -> bool:
-    return (path / ".zarray").is_file() or (
-        (path / "zarr.json").is_file() and b'"array"' in (path / "zarr.json").read_bytes()
-    )
-
-
-def _publish(part: Path, path: Path) -> None:
-    """Give a file or folder that is written its name, in place of the one before."""
-    sync(part)
-    if part.is_dir() and path.exists():
-        _exchange(part, path)
+    live = values.mesh if isinstance(values, DTensor) else None
+    if isinstance(values, DTensor) and not _lies_well(file, region, values):
+        pieces = _carried(file, region, values)
     else:
-        part.replace(path)
-    sync(path.parent)
+        pieces = _as_it_lies(file, region, values)
+    problem: Exception | None = None
+    for box, part in pieces:
+        if problem is None:  # a rank that cannot write goes on to carry what others need
+            try:
+                file.write(box, region.widened(part))
+            except Exception as error:
+                problem = error
+    with agreeing(_core(live), "write", f"write {path}"):
+        if problem is not None:
+            raise problem
+        # One writer's file is one file, and other ranks have nothing of it to bring on the disk.
+        if not (file.one_writer and live and live.rank != live.group().ranks[0]):
+            file.sync()
 
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
+def _holders_of(values: DTensor | HostArray) -> dict[Box, tuple[int, ...]]:
+    """Return the ranks that have each box of an array; NumPy's is one that a rank 0 has."""
+    if isinstance(values, DTensor):
+        return values.layout.holders(values.shape)
+    return {whole(values.shape): (0,)}
 
 
-def _exchange(one: Path, other: Path) -> None:
-    """Give two folders each other's name, at once where the system can, else one by one."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    names = os.fsencode(one), os.fsencode(other)
-    if rename is not None and not rename(
-        _AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE
-    ):
+def _lies_well(file: ArrayFile, region: Region, values: DTensor) -> bool:
+    """Tell whether ranks can write what they have: in long rows, and no two into one chunk."""
+    if values.layout.partial_op:
+        return False
+    if values.mesh.size == 1:
+        return True
+    if file.one_writer:
+        return False
+    all_of_it = region.box(whole(region.shape))
+    for box in map(region.box, _holders_of(values)):
+        for (start, stop), (first, last), step in zip(box, all_of_it, file.grain, strict=True):
+            if (start % step and start != first) or (stop % step and stop != last):
+                return False
+        if file.run_bytes(box) < _SHORT_BYTES and values.nbytes > _FREE_BYTES:
+            return False
+    return True
+
+
+def _as_it_lies(
+    file: ArrayFile, region: Region, values: DTensor | HostArray
+) -> Iterator[tuple[Box, HostArray]]:
+    """Yield what this rank writes of its block, with its box; copies are shared out."""
+    if not isinstance(values, DTensor):
+        yield region.box(whole(values.shape)), values
         return
-    aside = temporary_beside(other)
-    other.replace(aside)
-    one.replace(other)
-    aside.replace(one)
+    rank, shape = values.mesh.rank, values.shape
+    block = values.layout.box(shape, rank)
+    holders = _holders_of(values).get(block, ())
+    if not holders:
+        return
+    box, number = region.box(block), holders.index(rank)
+    axis, edges = cut(box, file.grain, len(holders), fortran=file.fortran)
+    if axis >= 0:
+        box = (*box[:axis], (edges[number], edges[number + 1]), *box[axis + 1 :])
+    elif number:
+        return
+    yield box, view(values.local, local_box(region.back(box), block))
 
 
-def _discard(part: Path) -> None:
-    """Remove what was written, or what it has replaced."""
-    if part.is_dir():
-        shutil.rmtree(part, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
+def _carried(file: ArrayFile, region: Region, values: DTensor) -> Iterator[tuple[Box, HostArray]]:
+    """Yield what this rank writes, with its box, after it was carried here slab by slab.
+
+    Collective: all ranks take the same steps.
+    """
+    mesh = values.mesh
+    ranks = list(mesh.group().ranks)
+    most = SLAB_BYTES // values.itemsize
+    everything = region.box(whole(region.shape))
+    tiles = grid_tiles(everything, file.grain, most, fortran=file.fortran)
+    for number, tile in enumerate(tiles):
+        inner = region.back(tile)
+        part = values if tile == everything else values[tuple(slice(*edges) for edges in inner)]
+        axis, edges = cut(tile, file.grain, len(ranks), fortran=file.fortran)
+        if file.one_writer or axis < 0:
+            writer = ranks[0 if file.one_writer else number % len(ranks)]
+            target, box = Layout(Mesh((), [writer]), ()), tile if mesh.rank == writer else None
+        else:
+            place = ranks.index(mesh.rank)
+            sizes = [b - a for a, b in pairwise(edges)]
+            row = Mesh([("writer", len(ranks))], ranks)
+            target = Layout(row, [Shard.of_sizes(region.kept.index(axis), sizes)])
+            box = (*tile[:axis], (edges[place], edges[place + 1]), *tile[axis + 1 :])
+        moving = redistribution(mesh, part.layout, mesh, target, part.shape, part.dtype)
+        block = moving.start(mesh, part.local, lambda block: block).resolve()
+        if box is not None and volume(box):
+            yield box, block
 
 
-# -- arguments and errors --------------------------------------------------------------------------
+# -- arguments, and what all ranks have alike ------------------------------------------------------
+
+
+def _core(mesh: DeviceMesh | None) -> GroupCore | None:
+    """Return the ranks that work together; None for one alone, or outside of the mesh."""
+    return None if mesh is None or not mesh.contains_rank(mesh.rank) else mesh.group()._core
+
+
+@contextmanager
+def _alike(
+    mesh: DeviceMesh | None, name: str, doing: str, *, reading: bool = False
+) -> Iterator[list[Any]]:
+    """Raise on every rank if the block fails on any, or what it appends to the list differs."""
+    core = _core(mesh)
+    what = name if core is None else Call(name, core.name)
+    with agreeing(core, what, doing, reading=reading) as rows:
+        yield rows
+    texts = ranks_by_value(enumerate(map(str, rows)))
+    if len(texts) > 1:
+        found = "; ".join(f"{rank_names(ranks)}: {shown(text)}" for text, ranks in texts.items())
+        raise on_all_ranks(MismatchError(f"{name} is called alike on all ranks, but got {found}"))
 
 
 def _path(path: object) -> Path:
@@ -494,14 +571,14 @@ def _path(path: object) -> Path:
     return Path(text)
 
 
-def _format_of(path: Path, name: str | None, **options: object) -> _Format:
+def _format_of(path: Path, name: str | None, **options: object) -> Format:
     """Return the format of a path.
 
     Raises:
         StoreError: If there is none, or it has not an option that was given.
     """
-    names = {kind.name: kind for kind in _FORMATS}
-    ends = {suffix: kind for kind in _FORMATS for suffix in kind.suffixes}
+    names = {kind.name: kind for kind in FORMATS}
+    ends = {suffix: kind for kind in FORMATS for suffix in kind.suffixes}
     kind = ends.get(path.suffix.lower()) if name is None else names.get(str(name))
     if kind is None:
         raise StoreError(
@@ -523,10 +600,23 @@ def _chunks(chunks: object, shape: tuple[int, ...]) -> tuple[int, ...]:
     return found
 
 
-def _agree(mesh: DeviceMesh | None, name: str, fact: Any, problem: MpimeshError | None) -> None:
-    """Raise on every rank if any has a problem, or brings something else than the others."""
-    facts = tell_all(mesh, name, fact, problem)
-    texts = ranks_by_value(enumerate(map(str, facts)))
-    if len(texts) > 1:
-        rows = "; ".join(f"{rank_names(ranks)}: {shown(text)}" for text, ranks in texts.items())
-        raise on_all_ranks(MismatchError(f"{name} is called alike on all ranks, but got {rows}"))
+def _checked(path: Path, kind: Format) -> Path:
+    """Return where a file is to be: of a symbolic link, where it leads to.
+
+    Raises:
+        StoreError: If something else is there, or no folder for it.
+    """
+    path = path.resolve()
+    if not path.parent.is_dir():
+        raise StoreError(f"cannot write {path}: there is no folder {path.parent}")
+    if kind.is_folder and path.exists() and not _is_zarr(path):
+        raise StoreError(f"cannot write {path}: what is there is no array of Zarr")
+    if not kind.is_folder and path.exists() and not path.is_file():
+        raise StoreError(f"cannot write {path}: what is there is no ordinary file")
+    return path
+
+
+def _is_zarr(path: Path) -> bool:
+    return (path / ".zarray").is_file() or (
+        (path / "zarr.json").is_file() and b'"array"' in (path / "zarr.json").read_bytes()
+    )

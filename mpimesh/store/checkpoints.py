@@ -15,11 +15,18 @@ from typing import Any, Self
 from mpimesh.arguments import as_flag, as_int, shown
 from mpimesh.errors import DamagedError, MpimeshError, StoreError
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
-from mpimesh.store.files import PART, as_folder, sync, temporary_beside
+from mpimesh.store.files import (
+    PART,
+    agreed,
+    as_folder,
+    as_store_error,
+    ranks_of_job,
+    sync,
+    temporary_beside,
+)
 from mpimesh.store.format import MANIFEST
 from mpimesh.store.loading import Verify, load
 from mpimesh.store.saving import FILE_BYTES, save, settle
-from mpimesh.store.together import agreed, as_store_error, ranks_of_job
 from mpimesh.trace.tracer import log
 
 __all__ = ["Checkpoints", "DamagedCheckpointWarning", "LeftCheckpointWarning", "steps_in"]

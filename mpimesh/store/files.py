@@ -1,21 +1,71 @@
-"""Files that are seen under their names only when all of them is on the disk."""
+"""Files that ranks write together, and that are seen only when all of them is on the disk.
+
+Files of a checkpoint are written in a hidden folder beside the path. A new path gets that folder by
+one rename. Of a path with a checkpoint the folder of the data is brought there first, and then the
+manifest's name changes hands; so there is one whole checkpoint at each moment.
+
+    PATH/manifest.json
+    PATH/data-0123456789ab/00000-000.safetensors      the first file of rank 0
+    .PATH.0123456789ab.part/                          while it is written
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Iterator
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
+from typing import Any, TypeAlias
 from uuid import uuid4
 
+import numpy as np
+import xxhash
+
 from mpimesh.arguments import shown
-from mpimesh.errors import StoreError
+from mpimesh.arrays import Array, DType, to_numpy
+from mpimesh.errors import DamagedError, MissingPackageError, MpimeshError, StoreError
+from mpimesh.layout.boxes import Box, extent, slices, tiles, volume
+from mpimesh.runtime import Launch
+from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.call import Call
+from mpimesh.runtime.group_core import GroupCore
+from mpimesh.runtime.world import current_world
+from mpimesh.store.format import (
+    MANIFEST,
+    ArrayEntry,
+    Manifest,
+    Piece,
+    safetensors_header,
+    tensor_name,
+)
+from mpimesh.store.parts import Value
 
 __all__ = [
     "PART",
-    "TOKEN_DIGITS",
+    "Background",
+    "DataFile",
+    "Kinds",
+    "Share",
+    "Writer",
+    "agreed",
+    "agreeing",
     "as_folder",
+    "as_store_error",
+    "check_target",
+    "commit",
+    "data_folder",
+    "discard",
+    "manifest_of",
     "new_token",
+    "publish",
+    "ranks_of_job",
+    "remove",
     "replaced",
     "sync",
     "temporary_beside",
@@ -25,10 +75,101 @@ __all__ = [
 PART = ".part"
 """The end of the names of files and folders that are being written."""
 
-TOKEN_DIGITS = 12
+_TOKEN_DIGITS = 12
 """Digits before that end, by which those of one name are told from those of a longer one."""
 
 _MOST_BYTES = 1 << 30  # a write of Linux ends at 2 GiB
+_CHUNK_BYTES = 1 << 20
+"""Written at once: what was hashed is in the cache still."""
+_DATA = "data-"
+_SEEN_S, _NAP_S = 60.0, 0.05
+"""A file system of a network may show on one node later what another one has written."""
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
+
+Kinds: TypeAlias = Mapping[str, tuple[tuple[int, ...], DType]]
+"""Shape and dtype of arrays by name."""
+
+
+# -- ranks together, and errors -------------------------------------------------------------------
+
+
+def ranks_of_job() -> int:
+    """Return how many ranks run this program, without starting MPI. Local."""
+    virtual = current_world().virtual
+    return Launch.detect().size if virtual is None else virtual.size
+
+
+def agreed(
+    core: GroupCore | None,
+    what: Call | str,
+    value: Any = None,
+    *,
+    problem: Exception | None = None,
+) -> list[Any]:
+    """Return the values of all ranks, in rank order, or raise the same error on all. Collective.
+
+    Args:
+        core: The ranks; None for this process alone.
+        what: The call, or in words what they do, the same on all.
+        value: This rank's value, as JSON can say it.
+        problem: Why this rank cannot do it.
+    """
+    if core is not None:
+        return agree(core, what, value, problem=problem)
+    if problem is not None:
+        raise problem
+    return [value]
+
+
+@contextmanager
+def agreeing(
+    core: GroupCore | None, what: Call | str, doing: str, *, reading: bool = False
+) -> Iterator[list[Any]]:
+    """Raise on every rank what goes wrong in the block on any. Collective.
+
+    Yields a list, to which this rank may add a value, as JSON can say it; after the block it has
+    those of all ranks, None of a rank that has added none.
+
+    Args:
+        core: The ranks; None for this process alone.
+        what: See :func:`agreed`.
+        doing: See :func:`as_store_error`.
+        reading: Likewise.
+    """
+    rows: list[Any] = []
+    problem: Exception | None = None
+    try:
+        yield rows
+    except Exception as error:
+        problem = as_store_error(error, doing, reading=reading)
+    rows[:] = agreed(core, what, rows[0] if rows else None, problem=problem)
+
+
+def as_store_error(error: Exception, doing: str, *, reading: bool = False) -> MpimeshError:
+    """Return an error as one of mpimesh's, which other ranks can be told.
+
+    Args:
+        error: An error, such as of the file system, or of a program's own function.
+        doing: What it has prevented, as in "save to PATH".
+        reading: Whether errors of a parser mean that the file is damaged.
+    """
+    if isinstance(error, MpimeshError):
+        return error
+    kind: type[MpimeshError] = StoreError
+    reason = shown(error)
+    extra = {"h5py": "hdf5", "zarr": "zarr"}.get(getattr(error, "name", None) or "")
+    if isinstance(error, ImportError) and extra:
+        kind, reason = MissingPackageError, f"{error}; install mpimesh[{extra}]"
+    elif isinstance(error, MemoryError):
+        reason = "there is not enough memory"
+    elif isinstance(error, OSError) and (error.errno or not reading):
+        reason = error.strerror or reason
+    elif reading:
+        kind, reason = DamagedError, f"it is damaged, or of another format: {reason}"
+    return kind(f"cannot {doing}: {reason}").with_traceback(error.__traceback__)
+
+
+# -- names, and what is seen under them -----------------------------------------------------------
 
 
 def as_folder(path: object) -> Path:
@@ -43,13 +184,18 @@ def as_folder(path: object) -> Path:
 
 
 def new_token() -> str:
-    """Return `TOKEN_DIGITS` hexadecimal digits that nobody has had. Local."""
-    return uuid4().hex[:TOKEN_DIGITS]
+    """Return hexadecimal digits that no other save has. Local."""
+    return uuid4().hex[:_TOKEN_DIGITS]
 
 
 def temporary_beside(path: Path, token: str = "") -> Path:
     """Return a hidden name beside `path` that ends with a token, a new one if empty, and `PART`."""
     return path.with_name(f".{path.name}.{token or new_token()}{PART}")
+
+
+def data_folder(token: str) -> str:
+    """Return the name of the folder with the files of a checkpoint."""
+    return f"{_DATA}{token}"
 
 
 def sync(path: Path) -> None:
@@ -68,6 +214,39 @@ def write_at(number: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
+def publish(part: Path, path: Path) -> None:
+    """Give a file or folder that is written its name, in place of the one before."""
+    sync(part)
+    if part.is_dir() and path.exists():
+        _exchange(part, path)
+    else:
+        part.replace(path)
+    sync(path.parent)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Give two folders each other's name, at once where the system can, else one by one."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    names = os.fsencode(one), os.fsencode(other)
+    if rename is not None and not rename(
+        _AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE
+    ):
+        return
+    aside = temporary_beside(other)
+    other.replace(aside)
+    one.replace(other)
+    aside.replace(one)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there and goes."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """Yield the name to write a file under, which becomes `path` once it is on the disk. Local.
@@ -80,15 +259,252 @@ def replaced(path: Path) -> Iterator[Path]:
     """
     fresh = temporary_beside(path)
     try:
-        try:
-            yield fresh
-            sync(fresh)
-            fresh.replace(path)
-            sync(path.parent)
-        finally:
-            with suppress(OSError):
-                fresh.unlink(missing_ok=True)
-    except StoreError:
+        yield fresh
+        publish(fresh, path)
+    except StoreError:  # an OSError, too
         raise
     except OSError as error:
-        raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+        raise as_store_error(error, f"write {path}") from error
+    finally:
+        remove(fresh)
+
+
+def check_target(path: Path) -> None:
+    """Refuse a path at which there is something else than a checkpoint, or that is no place.
+
+    Raises:
+        StoreError: If so.
+    """
+    if path.is_dir():
+        names = [each.name for each in path.iterdir()]
+        if MANIFEST not in names and not all(name.startswith(_DATA) for name in names):
+            raise StoreError(
+                f"{path} is a folder with other things in it, and no checkpoint: give another "
+                "path, or remove it"
+            )
+    elif path.exists() or path.is_symlink():
+        raise StoreError(f"{path} is a file; a checkpoint is a folder: give another path")
+
+
+def discard(path: Path) -> None:
+    """Remove what saves to a path have left behind that did not end."""
+    # The token keeps out what is written now for a longer name, as RUN.ema is beside RUN.
+    pattern = f".{escape(path.name)}.{'[0-9a-f]' * _TOKEN_DIGITS}{PART}"
+    with suppress(OSError):
+        for folder in [*path.parent.glob(pattern)]:
+            remove(folder)
+
+
+# -- one rank writes ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file with boxes of arrays, as planned.
+
+    Attributes:
+        name: Its name.
+        header: Its first bytes.
+        pieces: The boxes, each with the array's name and the offset of its bytes.
+        nbytes: Its size.
+    """
+
+    name: str
+    header: bytes
+    pieces: tuple[tuple[str, Box, int], ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, name: str, boxes: Sequence[tuple[str, Box]], kinds: Kinds) -> DataFile:
+        """Plan a file of boxes, each with its array's name.
+
+        Raises:
+            DTypeError: If the format does not have a dtype.
+        """
+        entries = [
+            (tensor_name(array, kinds[array][0], box), kinds[array][1], extent(box))
+            for array, box in boxes
+        ]
+        header, begins = safetensors_header(entries, {"format": "mpimesh"})
+        pieces = [(*each, begin) for each, begin in zip(boxes, begins, strict=True)]
+        ends = [begin + volume(box) * kinds[array][1].itemsize for array, box, begin in pieces]
+        return cls(name, header, tuple(pieces), max(len(header), *ends, 0))
+
+
+Share: TypeAlias = tuple[DataFile, ...]
+"""The files that one rank writes."""
+
+
+class Background(threading.Thread):
+    """A thread that does something with files.
+
+    Args:
+        action: Called in it.
+
+    Attributes:
+        problem: Why it failed; "" if it did not, or has not ended.
+        nbytes: Bytes written so far.
+        done: Whether it has ended.
+    """
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        super().__init__(name="mpimesh-save", daemon=True)
+        self._action = action
+        self.problem = ""
+        self.nbytes = 0
+        self.done = False
+
+    def run(self) -> None:
+        """Do it."""
+        try:
+            self._action()
+        except Exception as error:  # a full disk, memory that is gone: all ranks are to know
+            reason = getattr(error, "strerror", None) or str(error)
+            self.problem = reason or type(error).__name__
+        finally:
+            self.done = True
+
+
+class Writer(Background):
+    """The thread that writes what a rank has to write, and has it on the disk.
+
+    Args:
+        folder: Where to.
+        share: The files.
+        values: Gives the values of a box.
+
+    Attributes:
+        digests: Of the pieces of all files, in their order.
+    """
+
+    def __init__(self, folder: Path, share: Share, values: Callable[[str, Box], Array]) -> None:
+        super().__init__(self._write_all)
+        self._folder = folder
+        self._share = share
+        self._values = values
+        self.digests: list[int] = []
+
+    def _write_all(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for file in self._share:
+            self._write(file)
+        sync(self._folder)
+
+    def _write(self, file: DataFile) -> None:
+        path = self._folder / file.name
+        number = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        try:
+            write_at(number, memoryview(file.header), 0)
+            for name, box, begin in file.pieces:
+                digest = xxhash.xxh3_64()
+                for chunk in _chunks(self._values(name, box)):
+                    digest.update(chunk)
+                    write_at(number, chunk, begin)
+                    begin += len(chunk)
+                    self.nbytes += len(chunk)
+                self.digests.append(digest.intdigest())
+            os.ftruncate(number, file.nbytes)
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def _chunks(array: Array) -> Iterator[memoryview]:
+    """Yield the bytes of an array in C order, little endian, some at a time."""
+    if isinstance(array, np.ndarray) and array.flags.c_contiguous and array.dtype.isnative:
+        flat = array.reshape(-1).view(np.uint8).data
+        for at in range(0, len(flat), _CHUNK_BYTES):
+            yield flat[at : at + _CHUNK_BYTES]
+        return
+    for tile in tiles(array.shape, max(1, _CHUNK_BYTES // array.dtype.itemsize)):
+        part = np.ascontiguousarray(to_numpy(array[slices(tile)]))
+        part = part.astype(part.dtype.newbyteorder("="), copy=False)
+        yield part.reshape(-1).view(np.uint8).data
+
+
+# -- the first rank makes it visible --------------------------------------------------------------
+
+
+def manifest_of(
+    shares: Sequence[Share],
+    kinds: Kinds,
+    folder: str,
+    digests: Sequence[Sequence[int]],
+    tree: Value,
+    values: Mapping[str, Value],
+) -> Manifest:
+    """Return the manifest of what all ranks have written.
+
+    Args:
+        shares: The files of each.
+        kinds: Of all arrays.
+        folder: The name of the folder of the files.
+        digests: For each rank those of its pieces.
+        tree: How the tree is built.
+        values: Its values.
+    """
+    pieces: dict[str, list[Piece]] = {name: [] for name in kinds}
+    files: list[tuple[str, int]] = []
+    for share, row in zip(shares, digests, strict=True):
+        rest = iter(row)
+        for file in share:
+            for name, box, begin in file.pieces:
+                pieces[name].append(Piece(len(files), box, begin, next(rest)))
+            files.append((f"{folder}/{file.name}", file.nbytes))
+    arrays = {
+        name: ArrayEntry(*kinds[name], tuple(sorted(row, key=lambda each: each.box)))
+        for name, row in sorted(pieces.items())
+    }
+    return Manifest(arrays, values, tree, tuple(files))
+
+
+def commit(manifest: Manifest, fresh: Path, path: Path, token: str) -> None:
+    """Make visible what all ranks have written; on an error nothing is seen, and it is removed.
+
+    Args:
+        manifest: The manifest.
+        fresh: The folder that was written.
+        path: The checkpoint's folder.
+        token: Ends the name of the folder of its data.
+    """
+    try:
+        text = manifest.text()
+        _check_seen(fresh, manifest)
+        if not path.is_dir() or not any(path.iterdir()):
+            with replaced(fresh / MANIFEST) as file:
+                file.write_bytes(text)
+            publish(fresh, path)
+            return
+        # One file's name changes hands, so that there is a whole checkpoint at each moment.
+        old = [each for each in path.glob(f"{_DATA}*") if each.is_dir()]
+        data = path / data_folder(token)
+        (fresh / data.name).rename(data)
+        try:
+            sync(path)
+            with replaced(path / MANIFEST) as file:
+                file.write_bytes(text)
+        except BaseException:
+            remove(data)
+            raise
+        for each in old:
+            remove(each)
+    finally:
+        remove(fresh)
+
+
+def _check_seen(folder: Path, manifest: Manifest) -> None:
+    """Return once all files that the ranks have written are seen here.
+
+    Raises:
+        StoreError: If some are not after a while, as where nodes have folders of their own.
+    """
+    end_s = time.monotonic() + _SEEN_S
+    for name, nbytes in manifest.files:
+        path = folder / name
+        while not path.is_file() or path.stat().st_size != nbytes:
+            if time.monotonic() > end_s:
+                raise StoreError(
+                    f"{name}, which another rank has written, is not seen by the first one: "
+                    "save to a folder that all nodes share"
+                )
+            time.sleep(_NAP_S)

@@ -34,6 +34,7 @@ __all__ = [
     "digest_of",
     "file_dtype",
     "missing_in",
+    "narrow_dtype",
     "parse_safetensors",
     "read_header",
     "read_manifest",
@@ -258,15 +259,22 @@ def _dtype_named(name: str) -> DType:
     """Return the dtype that a manifest calls `name`."""
     if name not in _CODES and name != _AS_PAIRS:
         _wrong(f"there is no dtype {shown(name)}")
-    if hasattr(np, name):
-        return np.dtype(name)
+    return np.dtype(name) if hasattr(np, name) else narrow_dtype(name)
+
+
+def narrow_dtype(name: str) -> DType:
+    """Return a dtype that NumPy has from ml_dtypes.
+
+    Raises:
+        DTypeError: If there is none of the name, or the package is not installed.
+    """
     try:
         import ml_dtypes
 
         small: DType = np.dtype(getattr(ml_dtypes, name))
     except (ImportError, AttributeError):
         raise DTypeError(
-            f"reading arrays of dtype {name} needs a newer ml_dtypes: pip install -U ml_dtypes"
+            f"arrays of dtype {name} need a newer ml_dtypes: pip install -U ml_dtypes"
         ) from None
     return small
 
@@ -424,7 +432,7 @@ def read_manifest(path: Path) -> tuple[Path, Manifest]:
         own = path / MANIFEST
         if own.exists():
             manifest = Manifest.parse(own.read_bytes(), str(own))
-            _check_sizes(path, manifest)
+            _check_sizes(path, manifest.files)
             return path, manifest
         for pattern in ("*.safetensors.index.json", "*.safetensors"):
             files = sorted(path.glob(pattern))
@@ -444,9 +452,9 @@ def read_manifest(path: Path) -> tuple[Path, Manifest]:
     )
 
 
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
+def _check_sizes(folder: Path, files: Sequence[tuple[str, int]]) -> None:
     """Refuse a checkpoint of which a file is missing or has another size."""
-    for name, nbytes in manifest.files:
+    for name, nbytes in files:
         try:
             actual = (folder / name).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
@@ -628,20 +636,15 @@ def _entry_from_json(about: Any, what: str, files: Sequence[tuple[str, int]]) ->
             _wrong(f"{what} of shape {shape} has a piece {shown(box)}")
         if file >= len(files) or begin + volume(box) * dtype.itemsize > files[file][1]:
             _wrong(f"{what} has a piece at {begin} of file {file}, which is not there")
-        pieces.append(Piece(file, box, begin, _digest_from_json(row[2], what)))
+        digest = row[2]
+        if digest is not None and not re.fullmatch("[0-9a-f]{16}", _of(digest, str, "a digest")):
+            _wrong(f"{what} has a piece with the digest {shown(digest)}")
+        pieces.append(Piece(file, box, begin, None if digest is None else int(digest, 16)))
     entry = ArrayEntry(shape, dtype, tuple(pieces))
     gap = missing_in(entry)
     if gap is not None:
         _wrong(f"{what} of shape {shape} has no piece with {tensor_name('', shape, gap) or 'it'}")
     return entry
-
-
-def _digest_from_json(value: Any, what: str) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{16}", value):
-        _wrong(f"{what} has a piece with the digest {shown(value)}")
-    return int(value, 16)
 
 
 def _check_apart(arrays: Mapping[str, ArrayEntry]) -> None:

@@ -1,33 +1,54 @@
 """`load`: what a checkpoint has, into whatever a program has, in any layout.
 
 One rank reads the manifest and tells all. Each then works out which boxes it needs, and reads those
-bytes and no others. Nothing is changed before every rank has found that all fits.
+bytes and no others. Nothing is changed before every rank has found that all fits. Files are read,
+never mapped: where a mapped file is cut off, the process is killed.
 """
 
 from __future__ import annotations
 
 import os
+import stat
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 import numpy as np
+import xxhash
 
 from mpimesh.arguments import as_flag, shown
-from mpimesh.arrays import Array, DType, namespace
+from mpimesh.arrays import Array, DType, HostArray, namespace
 from mpimesh.dtensor import empty
-from mpimesh.errors import DTypeError, MpimeshError, StoreError
+from mpimesh.errors import DamagedError, DTypeError, StoreError
 from mpimesh.layout import Layout, PlacementLike
-from mpimesh.layout.boxes import Box, extent, global_box, slices, tiles
+from mpimesh.layout.boxes import (
+    Box,
+    common,
+    extent,
+    global_box,
+    local_box,
+    run_start,
+    slices,
+    tiles,
+    view,
+)
 from mpimesh.runtime import DeviceMesh
-from mpimesh.store.files import as_folder
-from mpimesh.store.format import MANIFEST, ArrayEntry, Manifest, read_manifest
+from mpimesh.runtime.group_core import GroupCore
+from mpimesh.store.files import agreeing, as_folder, as_store_error, ranks_of_job
+from mpimesh.store.format import (
+    MANIFEST,
+    ArrayEntry,
+    Manifest,
+    Piece,
+    file_dtype,
+    read_manifest,
+)
 from mpimesh.store.parts import Parts, Saved
-from mpimesh.store.reading import FileReader
-from mpimesh.store.together import agreed, as_store_error, ranks_of_job
 from mpimesh.store.trees import ARRAY, VALUE, Into, Source, mesh_of, rebuilt, take_apart
 
 __all__ = ["load"]
@@ -37,7 +58,12 @@ Verify: TypeAlias = Literal["read", "before", "none"]
 Renaming: TypeAlias = "Mapping[str, str] | Callable[[str], str | None] | None"
 
 _CHUNK_BYTES = 8 << 20
-_WAIT_S = 3.0
+_MOST_BYTES = 1 << 20
+"""Of a read through memory of the reader: what is read stays in the cache for its checksum."""
+_MOST_GAP = 16 << 10
+"""Bytes that are read and dropped where that is quicker than another read."""
+_MOST_OPEN = 64
+_WAIT_S, _NAP_S = 3.0, 0.05
 """A file system of a network may show on one node later what another one has written."""
 
 
@@ -113,34 +139,31 @@ def load(
         raise StoreError("arrays are to be split, and nothing says over which ranks: give mesh=")
     if ranks is not None and not isinstance(ranks, DeviceMesh):
         raise StoreError(f"mesh must be a DeviceMesh, got {shown(ranks)}")
-    together = _Together(ranks, where, verify)
-    manifest, folder = together.manifest()
-
-    def prepared() -> tuple[Into, dict[str, ArrayEntry]]:
+    core = None if ranks is None else ranks.group()._core
+    what, doing = f"load {where}, verify={verify}", f"load {where}"
+    manifest, folder = _agreed_manifest(core, what, where)
+    with agreeing(core, what, doing):
         source, entries = _source(where, manifest, only, rename, strict=strict)
-        if into is not None:
-            if layout is not None:
-                raise StoreError("layout= is for into=None: arrays in a tree have theirs")
-            return take_apart(into, source), entries
-        check_patterns(layout, source.arrays)
-        made = Into()
-        new = partial(_new_array, ranks, layout)
-        made.result = rebuilt(source, made, structure=source.structure, new=new)
-        return made, entries
-
-    wanted, entries = together.attempt(prepared)
+        if into is None:
+            check_patterns(layout, source.arrays)
+            wanted = Into()
+            new = partial(_new_array, ranks, layout)
+            wanted.result = rebuilt(source, wanted, structure=source.structure, new=new)
+        elif layout is not None:
+            raise StoreError("layout= is for into=None: arrays in a tree have theirs")
+        else:
+            wanted = take_apart(into, source)
     if verify == "before":
-        together.attempt(lambda: verify_share(folder, manifest, *together.place))
-    together.attempt(
-        lambda: read_into(folder, manifest, entries, wanted.arrays, verify=verify == "read")
-    )
-
-    def finished() -> Any:
+        with agreeing(core, what, doing):
+            place = (0, 1) if core is None else (core.rank or 0, core.size)
+            verify_share(folder, manifest, *place)
+    with agreeing(core, what, doing):
+        read_into(folder, manifest, entries, wanted.arrays, verify=verify == "read")
+    with agreeing(core, what, doing):
         for finish in wanted.finish:
             finish()
-        return wanted.result()
-
-    return together.attempt(finished)
+        tree = wanted.result()
+    return tree
 
 
 def _check_names(only: object, rename: object) -> None:
@@ -163,51 +186,23 @@ def _check_names(only: object, rename: object) -> None:
         )
 
 
-class _Together:
-    """The ranks that load together, or a process alone."""
-
-    def __init__(self, mesh: DeviceMesh | None, path: Path, verify: str) -> None:
-        self._core = None if mesh is None else mesh.group()._core
-        self._path = path
-        self._what = f"load {path}, verify={verify}"
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """This rank's number, and how many there are."""
-        return (0, 1) if self._core is None else (self._core.rank or 0, self._core.size)
-
-    def manifest(self) -> tuple[Manifest, Path]:
-        """Return the manifest, and the folder of its files. Collective: one rank reads it."""
-        core = self._core
-        if core is None:
-            folder, manifest = read_manifest(self._path)
-            return manifest, folder
-        core.member("load")
-        problem: MpimeshError | None = None
-        mine: Manifest | None = None
-        text, folder = b"", self._path
+def _agreed_manifest(core: GroupCore | None, what: str, path: Path) -> tuple[Manifest, Path]:
+    """Return the manifest, and the folder of its files. Collective: one rank reads it."""
+    if core is None:
+        folder, manifest = read_manifest(path)
+        return manifest, folder
+    core.member("load")
+    mine: Manifest | None = None
+    text = b""
+    with agreeing(core, what, f"load {path}") as rows:
         if core.rank == 0:
-            try:
-                folder, mine = read_manifest(self._path)
-                text = mine.text()
-            except MpimeshError as error:
-                problem = error
-        rows = agreed(core, self._what, [str(folder), len(text)], problem=problem)
-        buffer = np.frombuffer(bytearray(text or rows[0][1]), np.uint8)
-        request = core.communicator.broadcast(buffer, 0)
-        core.wait_for(request, what=self._what)
-        return mine or Manifest.parse(buffer.tobytes(), str(self._path)), Path(rows[0][0])
-
-    def attempt(self, action: Callable[[], Any]) -> Any:
-        """Return what `action` gives on this rank, if it fails on none. Collective."""
-        problem: Exception | None = None
-        result = None
-        try:
-            result = action()
-        except Exception as error:  # such as of a function of rename=
-            problem = as_store_error(error, f"load {self._path}")
-        agreed(self._core, self._what, problem=problem)
-        return result
+            folder, mine = read_manifest(path)
+            text = mine.text()
+            rows.append([str(folder), len(text)])
+    folder, nbytes = rows[0]
+    buffer = np.frombuffer(bytearray(text or nbytes), np.uint8)
+    core.wait_for(core.communicator.broadcast(buffer, 0), what=what)
+    return mine or Manifest.parse(buffer.tobytes(), str(path)), Path(folder)
 
 
 def _source(
@@ -383,3 +378,205 @@ def verify_share(folder: Path, manifest: Manifest, rank: int, ranks: int) -> int
             if turn == rank:
                 reader.check(piece, entry)
         return reader.read_bytes
+
+
+class FileReader:
+    """The files of a checkpoint, to be used as a context manager. Local.
+
+    A file is opened, and its size compared, when it is first read.
+
+    Args:
+        folder: The folder that the manifest's names are in.
+        manifest: The manifest.
+        wait_s: For so many seconds a file that is missing or short is looked at again: a network's
+            file system may show on one node later what another has written.
+        verify: Whether checksums are compared of pieces that are read whole.
+
+    Attributes:
+        read_bytes: Bytes that were read so far, with those of gaps between runs.
+
+    Example:
+        >>> with FileReader(*read_manifest(Path("run/step-100"))) as reader:
+        ...     for piece in entry.pieces:
+        ...         reader.read(piece, entry, box, out)
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, *, wait_s: float = 0.0, verify: bool = True
+    ) -> None:
+        self._folder = folder
+        self._files = manifest.files
+        self._wait_s = wait_s
+        self._verify = verify
+        self._open: dict[int, int] = {}
+        self._memory = np.empty(0, np.uint8)
+        self.read_bytes = 0
+
+    def read(self, piece: Piece, entry: ArrayEntry, box: Box, out: HostArray) -> None:
+        """Read what a piece has of a box of its array; nothing if they have nothing in common.
+
+        Runs of bytes are read straight into `out` if it has the array's dtype and is contiguous
+        there; else through memory of at most 1 MiB. Gaps under 16 KiB between runs are read, too.
+        The checksum of a piece is compared if the box has all of it.
+
+        Shapes:
+            out: the extent of `box`.
+
+        Args:
+            piece: A piece of `entry`.
+            entry: The array, of this manifest.
+            box: (start, stop) along each axis of the array.
+            out: Receives the values, which are cast if it has another dtype.
+
+        Raises:
+            DamagedError: If the file is missing or not as it was written. Values in `out` mean
+                nothing then.
+            StoreError: If it cannot be read.
+        """
+        part = common(box, piece.box)
+        if part is None:
+            return
+        shape, dtype = extent(piece.box), file_dtype(entry.dtype)
+        target = view(out, local_box(part, box))
+        within = local_box(part, piece.box)
+        digest = xxhash.xxh3_64() if self._verify and part == piece.box else None
+        for span in _spans(within, shape, _MOST_BYTES // dtype.itemsize, dtype.itemsize):
+            values = view(target, local_box(span, within))
+            begin = piece.begin + _number(span, shape, 0) * dtype.itemsize
+            is_run = run_start(span, shape) >= 0
+            if is_run and values.dtype == dtype and values.flags.c_contiguous:
+                data = values.reshape(-1).view(np.uint8)
+                self._fill(piece.file, begin, data)
+            else:
+                count = _number(span, shape, 1) - _number(span, shape, 0)
+                data = self._bytes(piece.file, begin, count * dtype.itemsize)
+                strides = [prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape))]
+                values[...] = np.ndarray(extent(span), dtype, data, strides=strides)
+            if digest is not None:
+                digest.update(data.data)
+        if digest is not None:
+            self._compare(piece, entry, digest)
+
+    def check(self, piece: Piece, entry: ArrayEntry) -> None:
+        """Read all of a piece, and compare its checksum if it has one.
+
+        Raises:
+            DamagedError: If the file is missing or not as it was written.
+            StoreError: If it cannot be read.
+        """
+        digest = xxhash.xxh3_64()
+        end = piece.begin + entry.nbytes(piece)
+        for begin in range(piece.begin, end, _MOST_BYTES):
+            digest.update(self._bytes(piece.file, begin, min(end - begin, _MOST_BYTES)).data)
+        self._compare(piece, entry, digest)
+
+    def _compare(self, piece: Piece, entry: ArrayEntry, digest: xxhash.xxh3_64) -> None:
+        if piece.digest is not None and digest.intdigest() != piece.digest:
+            raise DamagedError(
+                f"{self._path(piece.file)} was changed since it was written: bytes {piece.begin} "
+                f"to {piece.begin + entry.nbytes(piece)} have another checksum; use another "
+                "checkpoint"
+            )
+
+    def _bytes(self, file: int, begin: int, nbytes: int) -> HostArray:
+        """Return bytes of a file in memory of the reader, valid until the next call."""
+        if self._memory.size < nbytes:
+            self._memory = np.empty(nbytes, np.uint8)
+        data = self._memory[:nbytes]
+        self._fill(file, begin, data)
+        return data
+
+    def _fill(self, file: int, begin: int, data: HostArray) -> None:
+        """Read bytes of a file into memory."""
+        rest = data.data
+        try:
+            number = self._descriptor(file)
+            while rest:
+                count = os.preadv(number, [rest], begin)
+                if not count:
+                    raise DamagedError(
+                        f"{self._path(file)} was cut off while it was read, at byte {begin}; use "
+                        "another checkpoint"
+                    )
+                rest, begin = rest[count:], begin + count
+                self.read_bytes += count
+        except StoreError:  # an OSError, too
+            raise
+        except OSError as error:
+            raise as_store_error(error, f"read {self._path(file)}") from error
+
+    def _descriptor(self, file: int) -> int:
+        """Return the descriptor of a file, which has the size that it was written with."""
+        if file in self._open:
+            return self._open[file]
+        if len(self._open) == _MOST_OPEN:
+            os.close(self._open.pop(next(iter(self._open))))
+        end_s = time.monotonic() + self._wait_s
+        while True:
+            try:
+                number = self._opened(file)
+            except DamagedError:
+                if time.monotonic() >= end_s:
+                    raise
+                time.sleep(_NAP_S)
+            else:
+                self._open[file] = number
+                return number
+
+    def _opened(self, file: int) -> int:
+        path, nbytes = self._path(file), self._files[file][1]
+        try:
+            number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block
+        except (FileNotFoundError, NotADirectoryError):
+            raise DamagedError(f"{path} is missing; use another checkpoint") from None
+        facts = os.fstat(number)
+        if stat.S_ISREG(facts.st_mode) and facts.st_size == nbytes:
+            return number
+        os.close(number)
+        raise DamagedError(
+            f"{path} has {facts.st_size} bytes, and was written with {nbytes}; use another "
+            "checkpoint"
+        )
+
+    def _path(self, file: int) -> Path:
+        return self._folder / self._files[file][0]
+
+    def __enter__(self) -> Self:
+        """Return the reader."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the files."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def _number(box: Box, shape: tuple[int, ...], end: int) -> int:
+    """Return the number of a box's first element in an array laid out flat; or its end."""
+    number = 0
+    for edges, size in zip(box, shape, strict=True):
+        number = number * size + edges[end] - end
+    return number + end
+
+
+def _spans(box: Box, shape: tuple[int, ...], most: int, itemsize: int) -> Iterator[Box]:
+    """Cut a box into boxes that are read at once, in memory order, of at most `most` elements.
+
+    Each is a run in an array of `shape`, or has gaps under 16 KiB, which count.
+
+    Example:
+        >>> list(_spans(((0, 4), (1, 3)), (4, 5), 8, 8))
+        [((0, 2), (1, 3)), ((2, 4), (1, 3))]
+    """
+    if run_start(box, shape) >= 0:
+        yield from (global_box(tile, box) for tile in tiles(extent(box), most))
+        return
+    axis = next(axis for axis, (start, stop) in enumerate(box) if stop - start > 1)
+    (first, last), inner, shape_inside = box[axis], box[axis + 1 :], shape[axis + 1 :]
+    step = prod(shape_inside)
+    row = _number(inner, shape_inside, 1) - _number(inner, shape_inside, 0)
+    rows = 1 if (step - row) * itemsize >= _MOST_GAP else max(1, (most - row) // step + 1)
+    for start in range(first, last, rows):
+        part = (*box[:axis], (start, min(start + rows, last)), *inner)
+        # Gaps between rows are wider than those in them: these are narrow, too.
+        yield from [part] if rows > 1 else _spans(part, shape, most, itemsize)

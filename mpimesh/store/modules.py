@@ -19,13 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import Array, DType, HostArray, namespace
+from mpimesh.arrays import Array, HostArray, namespace
 from mpimesh.arrays.dtypes import is_half
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.layout.boxes import Box, extent, flat_fragments, global_box, volume
 from mpimesh.nn import Module, Parameter
 from mpimesh.optim import Optimizer
 from mpimesh.optim.optimizer import MASTER, check_steps, state_dtype
+from mpimesh.store.format import narrow_dtype
 from mpimesh.store.parts import Parts, Saved, Value
 
 __all__ = [
@@ -398,14 +399,17 @@ def torch_state(obj: Any) -> Any:
     return _as_array(obj, torch)
 
 
+def _mapped(leaf: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree with `leaf` of what is in its dicts, lists and tuples."""
+    if isinstance(tree, Mapping):
+        return {key: _mapped(leaf, value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_mapped(leaf, value) for value in tree)
+    return leaf(tree)
+
+
 def _as_tree(state: Any, torch: Any) -> Any:
-    if isinstance(state, torch.Tensor):
-        return _as_array(state, torch)
-    if isinstance(state, Mapping):
-        return {key: _as_tree(value, torch) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(_as_tree(value, torch) for value in state)
-    return state
+    return _mapped(lambda x: _as_array(x, torch) if isinstance(x, torch.Tensor) else x, state)
 
 
 def _as_array(tensor: Any, torch: Any) -> HostArray:
@@ -424,21 +428,9 @@ def _as_array(tensor: Any, torch: Any) -> HostArray:
     try:
         array: HostArray = plain.numpy()
     except TypeError:
-        dtype = _narrow_dtype(str(plain.dtype).removeprefix("torch."))
+        dtype = narrow_dtype(str(plain.dtype).removeprefix("torch."))
         array = plain.view(torch.uint16 if dtype.itemsize == 2 else torch.uint8).numpy().view(dtype)
     return array
-
-
-def _narrow_dtype(name: str) -> DType:
-    """Return a dtype that NumPy has from ml_dtypes."""
-    try:
-        import ml_dtypes
-    except ImportError:
-        raise DTypeError(f"NumPy has {name} from the package ml_dtypes: pip install it") from None
-    kind: DType | None = getattr(ml_dtypes, name, None)
-    if kind is None:
-        raise DTypeError(f"NumPy has no dtype {name}")
-    return np.dtype(kind)
 
 
 def take_torch_state(obj: Any, tree: Any) -> None:
@@ -504,7 +496,7 @@ def torch_optimizer_parts(optimizer: Any, names: Mapping[int, str]) -> dict[str,
     torch = sys.modules["torch"]
     groups = optimizer.param_groups
     numbers = [{key: group[key] for key in group if key != "params"} for group in groups]
-    parts: dict[str, Parts | Value] = {"param_groups": [_plain(each, torch) for each in numbers]}
+    parts: dict[str, Parts | Value] = {"param_groups": _mapped(partial(_number, torch), numbers)}
     for group in groups:
         for one in group["params"]:
             for key, value in optimizer.state.get(one, {}).items():
@@ -561,15 +553,11 @@ def restored_torch_optimizer(
     return wanted, take
 
 
-def _plain(value: Any, torch: Any) -> Any:
-    """Return the numbers of a group without tensors."""
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else value.tolist()
-    if isinstance(value, Mapping):
-        return {key: _plain(entry, torch) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_plain(entry, torch) for entry in value)
-    return value
+def _number(torch: Any, value: Any) -> Any:
+    """Return a tensor among the numbers of a group as a number, or a list of them."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.item() if value.numel() == 1 else value.tolist()
 
 
 def _like_number(value: Any, old: Any, torch: Any) -> Any:
@@ -578,15 +566,15 @@ def _like_number(value: Any, old: Any, torch: Any) -> Any:
 
 
 def _as_tensors(state: Any, torch: Any) -> Any:
-    if isinstance(state, np.ndarray):
-        array = np.require(state, requirements=["C", "W"])
-        try:
-            return torch.from_numpy(array)
-        except TypeError:
-            plain = torch.from_numpy(array.view(f"u{array.itemsize}"))
-            return plain.view(getattr(torch, array.dtype.name))
-    if isinstance(state, Mapping):
-        return {key: _as_tensors(value, torch) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(_as_tensors(value, torch) for value in state)
-    return state
+    return _mapped(partial(_as_tensor, torch), state)
+
+
+def _as_tensor(torch: Any, value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        return value
+    array = np.require(value, requirements=["C", "W"])
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        plain = torch.from_numpy(array.view(f"u{array.itemsize}"))
+        return plain.view(getattr(torch, array.dtype.name))

@@ -18,11 +18,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -32,34 +32,37 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import xxhash
 
-from mpimesh.arguments import as_flag, as_int, digest_bits, rank_names, shown, size_text
+from mpimesh.arguments import as_flag, as_int, digest_text, rank_names, shown, size_text
 from mpimesh.arrays import Array, DType, HostArray, namespace, to_numpy
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.comm import MAX_USER_TAG, Steps
 from mpimesh.comm.requests import Condition, Request, all_done
-from mpimesh.errors import DTypeError, MismatchError, MpimeshError, StoreError, on_all_ranks
-from mpimesh.layout.boxes import Box, extent, local_box, slices, volume
+from mpimesh.errors import MismatchError, StoreError, on_all_ranks
+from mpimesh.layout.boxes import Box, extent, local_box, slices, uncovered, volume, whole
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore
-from mpimesh.store.files import as_folder, new_token, temporary_beside
-from mpimesh.store.format import Manifest, missing_in
-from mpimesh.store.parts import Parts, Value
-from mpimesh.store.together import as_store_error, ranks_of_job
-from mpimesh.store.trees import Flat, flatten, leaf_names, mesh_of
-from mpimesh.store.writing import (
-    Commit,
+from mpimesh.store.files import (
+    Background,
     DataFile,
     Kinds,
     Share,
     Writer,
+    agreeing,
+    as_folder,
     check_target,
+    commit,
     data_folder,
     discard,
     manifest_of,
-    num_pieces,
+    new_token,
+    ranks_of_job,
+    remove,
+    temporary_beside,
 )
+from mpimesh.store.parts import Value
+from mpimesh.store.trees import Flat, flatten, leaf_names, mesh_of
 from mpimesh.trace.tracer import log
 
 __all__ = ["FILE_BYTES", "save", "settle"]
@@ -142,8 +145,7 @@ def save(
         StoreError: On every rank, if any cannot write its part, or there is something else under
             the path than a checkpoint.
         MismatchError: On every rank, if values differ between ranks, or trees are built otherwise.
-        DTypeError: On every rank, if an array has a dtype that files do not know; without a mesh
-            it is the cause of a StoreError.
+        DTypeError: On every rank, if an array has a dtype that files do not know.
 
     Cost:
         The first save of a tree sends descriptions of it to one rank; later ones an exchange of a
@@ -166,10 +168,9 @@ def save(
             )
         if not wait:
             raise StoreError("wait=False needs a mesh: give mesh=")
-        try:
+        what = f"save to {where}"
+        with agreeing(None, what, what):
             _save_alone(where, flatten(tree), size)
-        except OSError as error:
-            raise as_store_error(error, f"save to {where}") from None
         return None
     if not isinstance(ranks, DeviceMesh):
         raise StoreError(f"mesh must be a DeviceMesh, got {shown(ranks)}")
@@ -214,11 +215,12 @@ def plan_shares(
     """Return the share of each rank, by the descriptions of all; and shapes and dtypes of arrays.
 
     Raises:
+        StoreError: If no rank has some elements of an array.
         MismatchError: If ranks have different arrays under one name.
         DTypeError: If files do not know the dtype of one.
     """
     arrays: dict[str, tuple[tuple[int, ...], DType]] = {}
-    holders: dict[tuple[str, Box], list[int]] = {}
+    holders: dict[str, dict[Box, list[int]]] = {}
     for rank, row in enumerate(rows):
         for name, shape, dtype, boxes in row:
             kind = tuple(shape), dtype_from_json(dtype)
@@ -228,16 +230,22 @@ def plan_shares(
                     f"{kind[0]} and {kind[1]}, and another one {arrays[name][0]} and "
                     f"{arrays[name][1]}"
                 )
-            for box in boxes:
-                key = name, tuple(map(tuple, box))
-                if volume(key[1]) or not prod(kind[0]):
-                    holders.setdefault(key, []).append(rank)
+            for box in (tuple(map(tuple, each)) for each in boxes):
+                if volume(box) or not prod(shape):
+                    holders.setdefault(name, {}).setdefault(box, []).append(rank)
     pieces: list[tuple[int, str, Box, list[int]]] = []
-    for (name, box), ranks in holders.items():
-        nbytes = arrays[name][1].itemsize
-        most = min(file_bytes, _PIECE_BYTES) if len(ranks) > 1 else file_bytes
-        cut = _cut(box, max(1, most // max(1, nbytes)))
-        pieces += [(volume(tile) * nbytes, name, tile, ranks) for tile in cut]
+    for name, (shape, dtype) in arrays.items():
+        gap = uncovered([*holders.get(name, ())], whole(shape)) if prod(shape) else None
+        if gap is not None:
+            raise StoreError(
+                f"no rank has box {gap} of {name}, of shape {shape}: all ranks that have a part "
+                "of the tree must save it together"
+            )
+        nbytes = dtype.itemsize
+        for box, ranks in holders.get(name, {}).items():
+            most = min(file_bytes, _PIECE_BYTES) if len(ranks) > 1 else file_bytes
+            cut = _cut(box, max(1, most // max(1, nbytes)))
+            pieces += [(volume(tile) * nbytes, name, tile, ranks) for tile in cut]
     loads = [0] * len(rows)
     written: list[list[tuple[str, Box, int]]] = [[] for _ in rows]
     for nbytes, name, box, ranks in sorted(pieces, key=lambda each: (-each[0], *each[1:3])):
@@ -273,9 +281,9 @@ def _cut(box: Box, most: int) -> list[Box]:
     return [((at, min(at + rows, stop)), *box[1:]) for at in range(start, stop, rows)]
 
 
-def _part(parts: Parts, box: Box) -> Array:
-    """Return the values of a box that lies in one of the boxes of a rank."""
-    for outer, array in parts.parts:
+def _part(flat: Flat, name: str, box: Box) -> Array:
+    """Return the values of a box that lies in one of the boxes that a rank has of an array."""
+    for outer, array in flat.arrays[name].parts:
         if all(a <= c and d <= b for (a, b), (c, d) in zip(outer, box, strict=True)):
             return array[slices(local_box(box, outer))] if array.shape else array
     raise StoreError(f"box {box} is in none of this rank's boxes")
@@ -287,46 +295,31 @@ def _part(parts: Parts, box: Box) -> Array:
 def _save_alone(path: Path, flat: Flat, file_bytes: int) -> None:
     """Save what one process has, without MPI."""
     check_target(path)
-    try:
-        shares, kinds = plan_shares([_described(flat)], file_bytes)
-    except DTypeError as error:
-        raise StoreError(f"cannot save to {path}: {error}") from error
+    shares, kinds = plan_shares([_described(flat)], file_bytes)
     token = new_token()
     fresh, data = temporary_beside(path, token), data_folder(token)
     discard(path)
-    writer = Writer(fresh / data, shares[0], lambda name, box: _part(flat.arrays[name], box))
+    writer = Writer(fresh / data, shares[0], partial(_part, flat))
     writer.run()
     problem = writer.problem
-    if problem:
-        shutil.rmtree(fresh, ignore_errors=True)
-    else:
+    if not problem:
         digests = [writer.digests]
         manifest = manifest_of(shares, kinds, data, digests, flat.structure, flat.values)
-        commit = Commit(manifest, fresh, path, token)
-        commit.run()
-        problem = commit.problem
+        end = Background(partial(commit, manifest, fresh, path, token))
+        end.run()
+        problem = end.problem
     if problem:
-        raise StoreError(f"cannot save to {path}: {problem}; what was there before is as it was")
+        remove(fresh)
+        raise _failed(path, problem)
 
 
-def _check_whole(manifest: Manifest) -> None:
-    """Refuse a manifest of which an array is not whole.
-
-    Raises:
-        StoreError: If so.
-    """
-    for name, entry in manifest.arrays.items():
-        gap = missing_in(entry)
-        if gap is not None:
-            raise StoreError(
-                f"no rank has box {gap} of {name}, of shape {entry.shape}: all ranks that have a "
-                "part of the tree must save it together"
-            )
+def _failed(path: Path, problem: str) -> StoreError:
+    return StoreError(f"cannot save to {path}: {problem}; what was there before is as it was")
 
 
 # -- together -------------------------------------------------------------------------------------
 
-_plans: WeakKeyDictionary[GroupCore, dict[int, SavePlan]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[GroupCore, dict[str, SavePlan]] = WeakKeyDictionary()
 _under_way: WeakKeyDictionary[GroupCore, CollectiveTensor] = WeakKeyDictionary()
 _MOST_PLANS = 4
 
@@ -348,23 +341,18 @@ def _start(
     core.member("save")
     settle(core)
     what = f"save to {path}"
-    flat = Flat()
-    problem: Exception | None = None
-    own = common = token = ""
-    copies: dict[str, str] = {}
-    try:
+    with agreeing(core, what, what) as rows:  # a state_dict() may fail on one rank alone
         flat = flatten(tree)
         own = _digest([_described(flat), file_bytes])
         copies = copies_of(flat, whole=bool(core.context.settings.checks))
         common = _digest([flat.structure, sorted(flat.values.items()), copies])
+        token = ""
         if core.rank == 0:
             check_target(path)
             token = new_token()
-    except Exception as error:  # such as of a state_dict(): the other ranks are to know
-        problem = as_store_error(error, what)
-    rows = agree(core, what, [own, common, token], problem=problem)
+        rows.append([own, common, token])
     token = rows[0][2]
-    key = digest_bits(json.dumps([row[0] for row in rows]).encode(), 63)
+    key = _digest([row[0] for row in rows])
     plans = _plans.setdefault(core, {})
     plan = plans.get(key)
     if plan is None:
@@ -372,31 +360,17 @@ def _start(
         while len(plans) >= _MOST_PLANS:
             del plans[next(iter(plans))]
         plans[key] = plan
-    values = _union(core, what, flat, copies, alike=len({row[1] for row in rows}) == 1)
-    fresh = temporary_beside(path, token)
-
-    def live(name: str, box: Box) -> Array:
-        return _part(flat.arrays[name], box)
-
-    source: Callable[[str, Box], Array] = live
-    problem = None
-    if copy:
-        try:
-            memory = _copied(plan, live)
-
-            def source(name: str, box: Box) -> Array:
-                return memory[name, box]
-
-        except MemoryError:
-            problem = StoreError(
-                f"rank {core.world_rank} has no memory for a copy of what it saves: save with "
-                "wait=True"
-            )
-    if core.rank == 0:
-        discard(path)
+    alike = len({row[1] for row in rows}) == 1
+    values = flat.values if alike else _union(core, what, flat, copies)
+    source: Callable[[str, Box], Array] = partial(_part, flat)
     # Others may change what this rank reads, where they see the same memory.
-    agree(core, what, problem=problem)
-    writer = Writer(fresh / data_folder(token), plan.mine, source)
+    with agreeing(core, what, what):
+        if copy:
+            memory = _copied(core, plan, flat)
+            source = lambda name, box: memory[name, box]  # noqa: E731
+        if core.rank == 0:
+            discard(path)
+    writer = Writer(temporary_beside(path, token) / data_folder(token), plan.mine, source)
     writer.start()
     steps = _steps(core, plan, writer, flat, values, path, token)
     nbytes = sum(file.nbytes for file in plan.mine)
@@ -408,44 +382,38 @@ def _start(
 
 
 def _digest(value: Any) -> str:
-    return f"{digest_bits(json.dumps(value).encode(), 63):x}"
+    return digest_text(json.dumps(value).encode())
 
 
-def _copied(
-    plan: SavePlan, source: Callable[[str, Box], Array]
-) -> dict[tuple[str, Box], HostArray]:
+def _copied(core: GroupCore, plan: SavePlan, flat: Flat) -> dict[tuple[str, Box], HostArray]:
     """Copy what this rank is to write, into the memory of the last such save."""
     memory = plan.memory
-    for file in plan.mine:
-        for name, box, _ in file.pieces:
-            values = source(name, box)
-            copied = memory.get((name, box))
-            if copied is None:
-                copied = memory[name, box] = np.empty(values.shape, values.dtype)
-            copied[...] = values if isinstance(values, np.ndarray) else to_numpy(values)
+    try:
+        for file in plan.mine:
+            for name, box, _ in file.pieces:
+                values = _part(flat, name, box)
+                copied = memory.get((name, box))
+                if copied is None:
+                    copied = memory[name, box] = np.empty(values.shape, values.dtype)
+                copied[...] = values if isinstance(values, np.ndarray) else to_numpy(values)
+    except MemoryError:
+        raise StoreError(
+            f"rank {core.world_rank} has no memory for a copy of what it saves: save with wait=True"
+        ) from None
     return memory
 
 
 def _plan(core: GroupCore, what: str, flat: Flat, file_bytes: int) -> SavePlan:
     """Plan the files of all ranks, which describe what they have to the first one. Collective."""
     rows = _gathered(core, what, _described(flat))
-    problem: MpimeshError | None = None
-    plans: list[Any] = []
     shares: list[Share] = []
     kinds: Kinds = {}
-    if rows is not None:
-        try:
+    with agreeing(core, what, what):
+        if rows is not None:
             shares, kinds = plan_shares(rows, file_bytes)
-            nothing = [[0] * num_pieces(share) for share in shares]
-            _check_whole(manifest_of(shares, kinds, "", nothing, None, {}))
-            plans = [
-                [[file.name, [piece[:2] for piece in file.pieces]] for file in share]
-                for share in shares
-            ]
-        except MpimeshError as error:
-            problem = error
-    agree(core, what, problem=problem)
-    mine = _scattered(core, what, plans)
+    mine = _scattered(
+        core, what, [[[file.name, [p[:2] for p in file.pieces]] for file in row] for row in shares]
+    )
     kinds_here = {name: (parts.shape, parts.dtype) for name, parts in flat.arrays.items()}
     share = tuple(
         DataFile.of(file, [(name, tuple(map(tuple, box))) for name, box in boxes], kinds_here)
@@ -478,81 +446,76 @@ def copies_of(flat: Flat, *, whole: bool) -> dict[str, str]:
     return found
 
 
-def _union(
-    core: GroupCore, what: str, flat: Flat, copies: Mapping[str, str], *, alike: bool
-) -> dict[str, Value]:
-    """Return the values of all ranks by name, on the first one. Collective unless all are alike.
+def _union(core: GroupCore, what: str, flat: Flat, copies: Mapping[str, str]) -> dict[str, Value]:
+    """Return the values of all ranks by name, on the first one. Collective.
 
     Raises:
         MismatchError: On every rank, if one name has several values, or trees differ.
     """
-    if alike:
-        return flat.values
-    rows = _gathered(core, what, [flat.structure, flat.values, copies])
-    problem: MpimeshError | None = None
+    rows = _gathered(core, what, [flat.structure, flat.values, copies]) or []
     union: dict[str, Value] = {}
     first: dict[str, int] = {}
     digests: dict[str, str] = {}
-    for rank, (structure, values, own) in enumerate(rows or []):
-        if json.dumps(structure) != json.dumps(rows[0][0]):  # type: ignore[index]
-            theirs, first_ones = ({*leaf_names(each[0])} for each in (rows[rank], rows[0]))  # type: ignore[index]
-            odd = sorted(theirs ^ first_ones)
-            problem = problem or MismatchError(
-                f"all ranks save trees that are built alike, but that of rank {rank} is not as "
-                f"that of rank 0: {', '.join(odd[:4]) or 'leaves are of other kinds'}"
-            )
-        for name, digest in own.items():
-            if digests.setdefault(name, digest) != digest:
-                problem = problem or MismatchError(
-                    f"array {name} has other values on rank {rank} than on rank 0: what is not "
-                    "split is saved once, so ranks must have the same; save a list of all, or "
-                    "mm.DTensor.from_local(...)"
+    with agreeing(core, what, what):
+        for rank, (structure, values, own) in enumerate(rows):
+            if json.dumps(structure) != json.dumps(rows[0][0]):
+                odd = sorted({*leaf_names(structure)} ^ {*leaf_names(rows[0][0])})
+                raise MismatchError(
+                    f"all ranks save trees that are built alike, but that of rank {rank} is not as "
+                    f"that of rank 0: {', '.join(odd[:4]) or 'leaves are of other kinds'}"
                 )
-        for name, value in values.items():
-            if name in union and json.dumps(union[name]) != json.dumps(value):
-                problem = problem or MismatchError(
-                    f"{name} has different values on {rank_names([first[name], rank])}: "
-                    f"{shown(union[name])} and {shown(value)}; save what is the same on all ranks, "
-                    "or a list of all, which all have"
-                )
-            first.setdefault(name, rank)
-            union.setdefault(name, value)
-    agree(core, what, problem=problem)
+            for name, digest in own.items():
+                if digests.setdefault(name, digest) != digest:
+                    raise MismatchError(
+                        f"array {name} has other values on rank {rank} than on rank 0: what is not "
+                        "split is saved once, so ranks must have the same; save a list of all, or "
+                        "mm.DTensor.from_local(...)"
+                    )
+            for name, value in values.items():
+                if name in union and json.dumps(union[name]) != json.dumps(value):
+                    raise MismatchError(
+                        f"{name} has different values on {rank_names([first[name], rank])}: "
+                        f"{shown(union[name])} and {shown(value)}; save what is the same on all "
+                        "ranks, or a list of all, which all have"
+                    )
+                first.setdefault(name, rank)
+                union.setdefault(name, value)
     return union
+
+
+def _packed(value: Any) -> HostArray:
+    return np.frombuffer(zlib.compress(json.dumps(value).encode(), 1), np.uint8)
+
+
+def _unpacked(row: HostArray) -> Any:
+    return json.loads(zlib.decompress(row.tobytes()))
 
 
 def _gathered(core: GroupCore, what: str, value: Any) -> list[Any] | None:
     """Return the JSON values of all ranks on the first one, None elsewhere. Collective."""
-    text = np.frombuffer(zlib.compress(json.dumps(value).encode(), 1), np.uint8)
-    sizes = [row[0] for row in agree(core, what, [text.size])]
+    mine, communicator = _packed(value), core.communicator
+    sizes = [row[0] for row in agree(core, what, [mine.size])]
     if core.rank:
-        request = core.communicator.isend(text, 0, _TAG)
-        core.wait_for(request, what=what, peers=(0,))
+        core.wait_for(communicator.isend(mine, 0, _TAG), what=what, peers=(0,))
         return None
-    rows = [text] + [np.empty(size, np.uint8) for size in sizes[1:]]
-    requests = [
-        core.communicator.irecv(row, rank, _TAG) for rank, row in islice(enumerate(rows), 1, None)
-    ]
-    core.wait_for(all_done(*requests), what=what)
-    return [json.loads(zlib.decompress(row.tobytes())) for row in rows]
+    rows = [np.empty(size, np.uint8) for size in sizes]
+    rows[0] = mine
+    receives = [communicator.irecv(rows[rank], rank, _TAG) for rank in range(1, core.size)]
+    core.wait_for(all_done(*receives), what=what)
+    return [_unpacked(row) for row in rows]
 
 
 def _scattered(core: GroupCore, what: str, values: Sequence[Any]) -> Any:
     """Return to each rank its own of the JSON values that the first one has. Collective."""
-    texts = [
-        np.frombuffer(zlib.compress(json.dumps(each).encode(), 1), np.uint8) for each in values
-    ]
-    sizes = agree(core, what, [text.size for text in texts])[0]
-    communicator = core.communicator
+    rows, communicator = [_packed(value) for value in values], core.communicator
+    sizes = agree(core, what, [row.size for row in rows])[0]
     if core.rank:
         mine = np.empty(sizes[core.rank], np.uint8)
         core.wait_for(communicator.irecv(mine, 0, _TAG), what=what, peers=(0,))
-        return json.loads(zlib.decompress(mine.tobytes()))
-    requests = [
-        communicator.isend(text, rank, _TAG) for rank, text in islice(enumerate(texts), 1, None)
-    ]
-    core.wait_for(all_done(*requests), what=what)
-    return json.loads(json.dumps(values[0]))
+        return _unpacked(mine)
+    sends = [communicator.isend(rows[rank], rank, _TAG) for rank in range(1, core.size)]
+    core.wait_for(all_done(*sends), what=what)
+    return _unpacked(rows[0])
 
 
 def _steps(
@@ -569,14 +532,15 @@ def _steps(
     yield _ended(core, writer)
     fresh, answer = temporary_beside(path, token), np.zeros(_NOTE_BYTES, np.uint8)
     problem = ""
+    mine = _row(plan.mine)
+    mine[: 8 * len(writer.digests)] = np.array(writer.digests, np.uint64).view(np.uint8)
+    _write_note(mine[-_NOTE_BYTES:], writer.problem)
     if core.rank:
-        row = _row(writer)
-        yield communicator.isend(row, 0, _TAG)
+        yield communicator.isend(mine, 0, _TAG)
         yield _from_others(core, communicator.irecv(answer, 0, _TAG))
         problem = _note(answer)
     else:
-        rows = [np.zeros(8 * num_pieces(share) + _NOTE_BYTES, np.uint8) for share in plan.shares]
-        rows[0][...] = _row(writer)
+        rows = [mine, *map(_row, plan.shares[1:])]
         others = islice(enumerate(rows), 1, None)
         receives = [communicator.irecv(row, rank, _TAG) for rank, row in others]
         yield _from_others(core, all_done(*receives))
@@ -584,28 +548,25 @@ def _steps(
         if notes:
             note = next(iter(notes.values()))
             problem = f"{note} on {rank_names([core.ranks[each] for each in notes])}"
-            shutil.rmtree(fresh, ignore_errors=True)
+            remove(fresh)
         else:
             digests = [row[:-_NOTE_BYTES].view(np.uint64).tolist() for row in rows]
-            manifest = manifest_of(
-                plan.shares, plan.kinds, data_folder(token), digests, flat.structure, values
-            )
-            commit = Commit(manifest, fresh, path, token)
-            commit.start()
-            yield _ended(core, commit)
-            problem = commit.problem and f"{commit.problem} on rank {core.ranks[0]}"
+            data = data_folder(token)
+            manifest = manifest_of(plan.shares, plan.kinds, data, digests, flat.structure, values)
+            end = Background(partial(commit, manifest, fresh, path, token))
+            end.start()
+            yield _ended(core, end)
+            problem = end.problem and f"{end.problem} on rank {core.ranks[0]}"
         _write_note(answer, problem)
         yield all_done(
             *[communicator.isend(answer, rank, _TAG) for rank in range(1, communicator.size)]
         )
     if problem:
-        raise on_all_ranks(
-            StoreError(f"cannot save to {path}: {problem}; what was there before is as it was")
-        )
+        raise on_all_ranks(_failed(path, problem))
     return path
 
 
-def _ended(core: GroupCore, thread: Writer | Commit) -> Condition:
+def _ended(core: GroupCore, thread: Background) -> Condition:
     """Return the request that is done when a thread is."""
     nbytes = -1
 
@@ -641,13 +602,9 @@ def _is_no_hang(core: GroupCore) -> None:
         wait.since_s = time.monotonic()
 
 
-def _row(writer: Writer) -> HostArray:
-    """Return what a rank tells of its writing: the digests, and what went wrong."""
-    row = np.zeros(8 * num_pieces(writer.share) + _NOTE_BYTES, np.uint8)
-    digests = np.array(writer.digests, np.uint64)
-    row[: 8 * len(digests)] = digests.view(np.uint8)
-    _write_note(row[-_NOTE_BYTES:], writer.problem)
-    return row
+def _row(share: Share) -> HostArray:
+    """Return memory for what a rank tells of its writing: the digests, and what went wrong."""
+    return np.zeros(8 * sum(len(file.pieces) for file in share) + _NOTE_BYTES, np.uint8)
 
 
 def _write_note(row: HostArray, text: str) -> None:

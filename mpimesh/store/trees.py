@@ -31,6 +31,7 @@ from mpimesh.nn import Module
 from mpimesh.optim import Optimizer
 from mpimesh.runtime import DeviceMesh
 from mpimesh.store.modules import (
+    Wanted,
     has_names,
     module_parts,
     optimizer_parts,
@@ -41,8 +42,7 @@ from mpimesh.store.modules import (
     torch_optimizer_parts,
     torch_state,
 )
-from mpimesh.store.parts import Parts, Saved, Value
-from mpimesh.store.values import from_json, to_json
+from mpimesh.store.parts import Parts, Saved, Value, from_json, to_json
 
 __all__ = ["Flat", "Into", "flatten", "leaf_names", "mesh_of", "rebuilt", "take_apart"]
 
@@ -110,6 +110,53 @@ def is_value(tree: Any) -> bool:
 # -- objects --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _ByName:
+    """An object whose arrays and values are stored by names; see `Storable`."""
+
+    parts: Callable[[], Mapping[str, Parts | Value]]
+    restored: Callable[..., Wanted]
+
+
+def _by_name(tree: Any, names: Mapping[int, str]) -> _ByName | None:
+    """Return how an object is stored by names; None if it is not. `names` are of parameters."""
+    if is_stored(tree):
+        return _ByName(tree._stored_parts, tree._restored_parts)
+    if isinstance(tree, Module):
+        return _ByName(partial(module_parts, tree), partial(restored_module, tree))
+    if isinstance(tree, Optimizer):
+        return _ByName(
+            partial(optimizer_parts, tree, names), partial(restored_optimizer, tree, names)
+        )
+    if is_torch(tree) and hasattr(tree, "param_groups") and has_names(tree, names):
+        return _ByName(
+            partial(torch_optimizer_parts, tree, names),
+            partial(restored_torch_optimizer, tree, names),
+        )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _ByState:
+    """An object that says its state as a tree, and takes one over."""
+
+    state: Callable[[], Any]
+    take: Callable[[Any], object]
+
+
+def _by_state(tree: Any) -> _ByState | None:
+    """Return how an object says its state; None if it does not."""
+    if is_torch(tree):
+        return _ByState(partial(torch_state, tree), partial(take_torch_state, tree))
+    if isinstance(tree, np.random.Generator):
+        kind = tree.bit_generator
+        return _ByState(lambda: kind.state, lambda state: setattr(kind, "state", state))
+    if isinstance(tree, np.random.RandomState):
+        return _ByState(partial(tree.get_state, legacy=False), tree.set_state)
+    methods = [getattr(type(tree), name, None) for name in ("state_dict", "load_state_dict")]
+    return _ByState(tree.state_dict, tree.load_state_dict) if all(map(callable, methods)) else None
+
+
 def is_stored(tree: Any) -> bool:
     """Tell whether an object is stored by its parts."""
     return hasattr(type(tree), "_stored_parts")
@@ -124,32 +171,6 @@ def is_torch(tree: Any) -> bool:
 def _torch_tensor(tree: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(tree, torch.Tensor)
-
-
-def has_state(tree: Any) -> bool:
-    """Tell whether an object says its state, and takes one over."""
-    kind = type(tree)
-    return callable(getattr(kind, "state_dict", None)) and callable(
-        getattr(kind, "load_state_dict", None)
-    )
-
-
-def is_generator(tree: Any) -> bool:
-    """Tell whether an object is a generator of random numbers of NumPy."""
-    return isinstance(tree, np.random.Generator | np.random.RandomState)
-
-
-def _state_of_generator(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state(legacy=False)
-
-
-def _set_generator(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
 
 
 def is_array(tree: Any) -> bool:
@@ -271,26 +292,18 @@ def _flatten(tree: Any, name: str, flat: Flat, names: Mapping[int, str]) -> Stru
                 _flatten(entry, join(name, place), flat, names) for place, entry in enumerate(tree)
             ]
         }
-    parts: Mapping[str, Parts | Value] | None = None
-    if is_stored(tree):
-        parts = tree._stored_parts()
-    elif isinstance(tree, Module):
-        parts = module_parts(tree)
-    elif isinstance(tree, Optimizer):
-        parts = optimizer_parts(tree, names)
-    elif is_torch(tree) and hasattr(tree, "param_groups") and has_names(tree, names):
-        parts = torch_optimizer_parts(tree, names)
-    if parts is not None:
-        for key, leaf in parts.items():
-            value = leaf if isinstance(leaf, Parts) else to_json(leaf, join(name, key))
-            flat.add(join(name, key), value)
+    by_name = _by_name(tree, names)
+    if by_name is not None:
+        for key, leaf in by_name.parts().items():
+            full = join(name, key)
+            flat.add(full, leaf if isinstance(leaf, Parts) else to_json(leaf, full))
             if isinstance(tree, Module) and isinstance(leaf, Parts):
-                flat.copies.append(join(name, key))
+                flat.copies.append(full)
         return OBJECT
-    state = _state_of(tree)
-    if state is None:
+    by_state = _by_state(tree)
+    if by_state is None:
         return to_json(tree, name)  # which refuses it
-    return {"state": _flatten(state, name, flat, names)}
+    return {"state": _flatten(by_state.state(), name, flat, names)}
 
 
 def _check_keys(tree: Mapping[Any, Any], name: str) -> None:
@@ -309,15 +322,6 @@ def _check_keys(tree: Mapping[Any, Any], name: str) -> None:
             )
 
 
-def _state_of(tree: Any) -> Any:
-    """Return the state of an object as a tree; None if it has none."""
-    if is_torch(tree):
-        return torch_state(tree)
-    if is_generator(tree):
-        return _state_of_generator(tree)
-    return tree.state_dict() if has_state(tree) else None
-
-
 # -- putting together -----------------------------------------------------------------------------
 
 
@@ -332,7 +336,7 @@ class Into:
     """
 
     arrays: dict[str, Parts] = field(default_factory=dict)
-    finish: list[Callable[[], None]] = field(default_factory=list)
+    finish: list[Callable[[], object]] = field(default_factory=list)
     result: Callable[[], Any] = lambda: None
 
 
@@ -457,7 +461,6 @@ def take_apart(tree: Any, source: Source) -> Into:
 def _take(
     tree: Any, name: str, source: Source, into: Into, names: Mapping[int, str]
 ) -> Callable[[], Any]:
-    same = lambda: tree  # noqa: E731
     if is_array(tree):
         return _take_array(tree, name or ARRAY, source, into)
     if is_value(tree):
@@ -472,17 +475,16 @@ def _take(
             _take(entry, join(name, place), source, into, names) for place, entry in enumerate(tree)
         ]
         return lambda: type(tree)(make() for make in row)
-    if is_torch(tree) and hasattr(tree, "param_groups"):
-        is_named = has_names(tree, names)
+    by_name = _by_name(tree, names)
+    if by_name is not None:
+        _take_object(by_name, name or type(tree).__name__, name, source, into)
     else:
-        is_named = is_stored(tree) or isinstance(tree, Module | Optimizer)
-    if is_named:
-        _take_object(tree, name, source, into, names)
-        return same
-    if not (is_torch(tree) or is_generator(tree) or has_state(tree)):
-        to_json(tree, name)  # which refuses it
-    _take_state(tree, name, source, into)
-    return same
+        by_state = _by_state(tree)
+        if by_state is None:
+            to_json(tree, name)  # which refuses it
+        else:
+            _take_state(by_state, tree, name, source, into)
+    return lambda: tree
 
 
 def _take_value(tree: Any, name: str, source: Source, into: Into) -> Callable[[], Any]:
@@ -511,7 +513,7 @@ def _take_array(tree: Any, name: str, source: Source, into: Into) -> Callable[[]
     if isinstance(tree, DVariable):
         value = tree.value().copy()
         into.arrays[name] = _fitting(parts_of(value, name), saved, name)
-        into.finish.append(lambda: _assign(tree, value))
+        into.finish.append(partial(tree.assign, value))
         return lambda: tree
     target = _fitting(parts_of(tree, name), saved, name)
     for _, array in target.parts:
@@ -521,19 +523,13 @@ def _take_array(tree: Any, name: str, source: Source, into: Into) -> Callable[[]
     return lambda: tree
 
 
-def _assign(variable: DVariable, value: DTensor) -> None:
-    variable.assign(value)
-
-
 def _fitting(target: Parts, saved: Saved, name: str) -> Parts:
     if target.shape != saved.shape:
         raise ShapeError(f"{name} has shape {target.shape}, and was saved with {saved.shape}")
     return target
 
 
-def _take_object(
-    tree: Any, name: str, source: Source, into: Into, names: Mapping[int, str]
-) -> None:
+def _take_object(by_name: _ByName, what: str, name: str, source: Source, into: Into) -> None:
     saved = source.under(name)
     if not saved:
         if source.strict and source.chosen(name):
@@ -543,25 +539,16 @@ def _take_object(
     keys = (key for key in (*source.arrays, *source.values) if key.startswith(prefix))
     strict = source.strict and all(map(source.chosen, keys))  # else some are left out on purpose
     try:
-        if is_stored(tree):
-            wanted, finish = tree._restored_parts(saved, strict=strict)
-        elif isinstance(tree, Module):
-            wanted, finish = restored_module(tree, saved, strict=strict)
-        elif is_torch(tree):
-            wanted, finish = restored_torch_optimizer(tree, names, saved, strict=strict)
-        else:
-            wanted, finish = restored_optimizer(tree, names, saved, strict=strict)
+        wanted, finish = by_name.restored(saved, strict=strict)
     except MpimeshError as error:
         hint = "; only= loads what fits" if isinstance(error, ShapeError) else ""
-        raise type(error)(
-            f"{name or type(tree).__name__} of {source.path}: {error}{hint}"
-        ) from None
+        raise type(error)(f"{what} of {source.path}: {error}{hint}") from None
     for key, parts in wanted.items():
         into.arrays[join(name, key)] = parts
     into.finish.append(finish)
 
 
-def _take_state(tree: Any, name: str, source: Source, into: Into) -> None:
+def _take_state(by_state: _ByState, tree: Any, name: str, source: Source, into: Into) -> None:
     structure = source.at(name)
     if structure is None and isinstance(source.structure, dict) and "dict" in source.structure:
         # The keys of a module of PyTorch are names; of other states dots say that dicts are nested.
@@ -572,22 +559,18 @@ def _take_state(tree: Any, name: str, source: Source, into: Into) -> None:
             raise source.missing(name)
         return
     make = rebuilt(source, into, name, structure)
-    take: Callable[[Any], object] = getattr(tree, "load_state_dict", lambda _: None)
-    if is_torch(tree):
-        take = partial(take_torch_state, tree)
-    elif is_generator(tree):
-        expected, found = _state_of_generator(tree)["bit_generator"], make()
+    if isinstance(tree, np.random.Generator | np.random.RandomState):
+        expected, found = by_state.state()["bit_generator"], make()
         kind = found.get("bit_generator") if isinstance(found, dict) else None
         if kind != expected:
             raise StoreError(
                 f"{name or 'the generator'} is of {expected}, and was saved as "
                 f"{shown(kind)}: make it of the kind that was saved"
             )
-        take = partial(_set_generator, tree)
 
     def finish() -> None:
         try:
-            take(make())
+            by_state.take(make())
         except (TypeError, ValueError, KeyError) as error:
             if isinstance(error, MpimeshError):
                 raise

@@ -11,20 +11,20 @@ PROGRAM = """
 import os, signal, sys
 import numpy as np
 import mpimesh as mm
-from mpimesh.store import array_writes, save_array
+from mpimesh.store import arrays, save_array
 
 path, dataset = sys.argv[1], "x" if sys.argv[1].endswith("h5") else None
 with mm.DeviceMesh("a=-1") as mesh:
     x = mm.arange(60000, mesh=mesh, placements="S0", dtype=float)
     save_array(path, x, dataset=dataset)
-    plain = array_writes.view
+    plain = arrays.view
 
     def die(*arguments):
         if mesh.rank == mesh.size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return plain(*arguments)
 
-    array_writes.view = die
+    arrays.view = die
     save_array(path, -x, dataset=dataset)
 """
 

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 import mpimesh as mm
 from mpimesh.errors import StoreError
-from mpimesh.store import array_writes, open_array, save_array
+from mpimesh.store import arrays, open_array, save_array
 from tests.helpers.dtensor_oracle import split
 from tests.helpers.raises import raises
 
@@ -51,8 +51,8 @@ def plain_read(kind, path):
 @pytest.mark.parametrize("kind", ENDS)
 def test_any_layout_is_saved_and_read_in_any_other(kind, small, folder, monkeypatch):
     if small:
-        monkeypatch.setattr(array_writes, "SLAB_BYTES", 256)
-        monkeypatch.setattr(array_writes, "_FREE_BYTES", 0)
+        monkeypatch.setattr(arrays, "SLAB_BYTES", 256)
+        monkeypatch.setattr(arrays, "_FREE_BYTES", 0)
     x = np.arange(9 * 7 * 4.0).reshape(9, 7, 4)
     path = folder / ENDS[kind]
     chunks = None if kind == "npy" else (4, 2, 3)

@@ -670,6 +670,14 @@ def test_t40_numpy():
         assert np.array_equal(at_root, A) if mesh.rank == 1 else at_root is None
         blocks = tf.unpacked(A, layout)
         assert [one.tolist() for one in blocks] == [A[:3].tolist(), A[3:].tolist()]
+        for one in (
+            layout,
+            tf.Layout(["unsharded", "x"], mesh),
+            tf.Layout(["unsharded"] * 2, mesh),
+        ):
+            assert np.array_equal(tf.unpacked_to_numpy(tf.unpacked(A, one), one), A)
+        with pytest.raises(ValueError, match="1 blocks for 2 devices"):
+            tf.unpacked_to_numpy(blocks[:1], layout)
         with pytest.raises(ValueError, match="divisible"):
             tf.unpacked(A[:5], layout)
 

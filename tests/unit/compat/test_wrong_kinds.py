@@ -17,7 +17,6 @@ from mpimesh.errors import (
     MpimeshError,
     RankError,
     ShapeError,
-    StoreError,
 )
 
 WORDS: Any = mm.compat  # type checkers are not asked about wrong kinds
@@ -57,6 +56,7 @@ WITHOUT_RANKS = {
     "single device": (LayoutError, lambda: tensorflow.Layout.from_single_device_mesh(None)),
     "text": (LayoutError, lambda: tensorflow.Layout.from_string(None)),
     "unpacked": (LayoutError, lambda: tensorflow.unpacked(np.ones(2), "x")),
+    "unpacked_to_numpy": (LayoutError, lambda: tensorflow.unpacked_to_numpy([1, 2], "x")),
     "fn": (LayoutError, lambda: tensorflow.call_with_layout(None, None)),
     "workers": (GroupError, lambda: tvm.ThreadedSession("4")),
     "groups": (GroupError, lambda: tvm.ThreadedSession(4, None)),
@@ -71,7 +71,7 @@ WITHOUT_RANKS = {
     "a hint": (MeshError, lambda: AFFINE.route(tp_group_hint=1.5)),
     "a tp group": (MeshError, lambda: AFFINE.get_tp_group_workers(-1)),
     "kapsl's devices": (MeshError, lambda: kapsl.DeviceMesh.new(5)),
-    "sharded_save": (StoreError, lambda: tensorflow.sharded_save(None, "x", [], None, [])),
+    "sharded_save": (MeshError, lambda: tensorflow.sharded_save(None, "x", [], None, [])),
 }
 
 WITH_A_MESH = {

@@ -15,9 +15,9 @@ from hypothesis import given, settings, strategies as st
 
 from mpimesh.errors import DamagedError, StoreError
 from mpimesh.layout.boxes import Box, extent, view, whole
-from mpimesh.store import reading
+from mpimesh.store import loading
 from mpimesh.store.format import ArrayEntry, Manifest, Piece, digest_of, file_dtype
-from mpimesh.store.reading import FileReader
+from mpimesh.store.loading import FileReader
 from tests.helpers.depth import examples
 from tests.helpers.raises import raises
 
@@ -73,8 +73,8 @@ def cases(draw):
 def test_any_box_of_any_pieces_is_numpys(case):
     array, boxes, box, order, (most_bytes, most_gap) = case
     patch = pytest.MonkeyPatch()
-    patch.setattr(reading, "_MOST_BYTES", most_bytes)
-    patch.setattr(reading, "_MOST_GAP", most_gap)
+    patch.setattr(loading, "_MOST_BYTES", most_bytes)
+    patch.setattr(loading, "_MOST_GAP", most_gap)
     with patch.context(), tempfile.TemporaryDirectory() as name:
         manifest = write(Path(name), array, boxes)
         entry = manifest.arrays["w"]
@@ -220,7 +220,7 @@ def open_files() -> int:
 
 
 def test_more_files_than_are_kept_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "_MOST_OPEN", 2)
+    monkeypatch.setattr(loading, "_MOST_OPEN", 2)
     names = [f"f{number}" for number in range(5)]
     for number, name in enumerate(names):
         (tmp_path / name).write_bytes(bytes([number]))

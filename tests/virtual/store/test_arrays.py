@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 import mpimesh as mm
 from mpimesh.errors import DTypeError, LayoutError, MismatchError, ShapeError, StoreError
-from mpimesh.store import array_writes, flat_arrays, open_array, save_array
+from mpimesh.store import array_formats, arrays, open_array, save_array
 from tests.helpers.depth import examples
 from tests.helpers.dtensor_check import layouts, on, split
 from tests.helpers.raises import raises
@@ -104,11 +104,11 @@ def cases(draw):
 def small_steps():
     """Every path of large arrays for small ones: slabs and pieces of 64 bytes."""
     return (
-        mock.patch.object(array_writes, "SLAB_BYTES", 64),
-        mock.patch.object(array_writes, "_FREE_BYTES", 0),
-        mock.patch.object(array_writes, "_SHORT_BYTES", 16),
-        mock.patch.object(flat_arrays, "PIECE_BYTES", 64),
-        mock.patch.object(flat_arrays, "_PAGE_BYTES", 16),
+        mock.patch.object(arrays, "SLAB_BYTES", 64),
+        mock.patch.object(arrays, "_FREE_BYTES", 0),
+        mock.patch.object(arrays, "_SHORT_BYTES", 16),
+        mock.patch.object(array_formats, "PIECE_BYTES", 64),
+        mock.patch.object(array_formats, "_PAGE_BYTES", 16),
     )
 
 
@@ -188,7 +188,7 @@ def test_what_others_wrote_is_read_and_written_in_parts(case, small, data):
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_summands_are_added_up(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(array_writes, "SLAB_BYTES", 64)
+    monkeypatch.setattr(arrays, "SLAB_BYTES", 64)
     x = np.arange(60.0).reshape(12, 5)
 
     def main(mesh):
@@ -287,7 +287,7 @@ def test_numpy_arrays_that_all_ranks_have_and_meshes_of_some_ranks(tmp_path):
 @pytest.mark.parametrize("layout", ["S0", "S1", "R"])
 def test_chunks_of_zarr_are_aligned_with_blocks(layout, tmp_path, monkeypatch):
     """Then each chunk is written by the rank that has it, and nothing is carried."""
-    monkeypatch.setattr(array_writes, "_carried", None)
+    monkeypatch.setattr(arrays, "_carried", None)
     x = np.arange(512 * 512, dtype=np.float32).reshape(512, 512)
 
     def main(mesh):
@@ -301,7 +301,7 @@ def test_chunks_of_zarr_are_aligned_with_blocks(layout, tmp_path, monkeypatch):
 
 def test_no_two_ranks_write_one_chunk(tmp_path, monkeypatch):
     """Each chunk that is written is in boxes of one rank."""
-    monkeypatch.setattr(array_writes, "SLAB_BYTES", 1 << 11)
+    monkeypatch.setattr(arrays, "SLAB_BYTES", 1 << 11)
     x = np.arange(40 * 30.0).reshape(40, 30)
     seen: list[tuple[int, Any]] = []
 
@@ -316,8 +316,8 @@ def test_no_two_ranks_write_one_chunk(tmp_path, monkeypatch):
                 plain(box, part)
 
             with mock.patch.object(file, "write", note):
-                region = array_writes.Region.of((), x.shape)
-                array_writes.write_region(file, region, values, tmp_path)
+                region = arrays.Region.of((), x.shape)
+                arrays._write_region(file, region, values, tmp_path)
 
         with open_array(tmp_path / "x.zarr", mesh, mode="r+") as a:
             spied(a._file, t)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.errors import DamagedError, StoreError
-from mpimesh.store import values
+from mpimesh.errors import DamagedError, DTypeError, StoreError
+from mpimesh.store import parts
 from mpimesh.store.files import temporary_beside
 from tests.helpers.raises import raises
 
@@ -34,19 +34,19 @@ def test_empty_bytes_of_numpy_come_back(value: Any, tmp_path: Path) -> None:
 
 
 def test_arrays_without_bytes_are_refused(tmp_path: Path) -> None:
-    with raises(StoreError, "dtype", "x.view"):
+    with raises(DTypeError, "dtype", "x.view"):
         mm.save(tmp_path / "saved", {"x": np.zeros(2, np.dtype([]))})
 
 
 @pytest.mark.parametrize("inner", [{}, [], ["<f8"]])
 def test_a_forged_number_is_damage(inner: Any) -> None:
     with raises(DamagedError, "numpy"):
-        values.from_json({"$numpy": inner})
+        parts.from_json({"$numpy": inner})
 
 
 def test_a_forged_complex_number_is_damage() -> None:
     with raises(DamagedError, "complex"):
-        values.from_json({"$complex": [10**400, 0]})
+        parts.from_json({"$complex": [10**400, 0]})
 
 
 def test_an_array_and_a_value_do_not_get_one_name(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 import mpimesh as mm
 from mpimesh import nn
 from mpimesh.errors import DamagedError, DTypeError, MismatchError, ShapeError, StoreError
-from mpimesh.store import loading, writing
+from mpimesh.store import files, loading
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import on_ranks
 from tests.helpers.raises import raises
@@ -487,15 +487,15 @@ def test_a_failure_of_one_rank_is_told_on_all(tmp_path, monkeypatch, bad, wait):
 
 def test_nodes_with_folders_of_their_own(tmp_path, monkeypatch):
     """The first rank does not find what the other has written."""
-    monkeypatch.setattr(writing, "_SEEN_S", 0.1)
-    write = writing.Writer._write
+    monkeypatch.setattr(files, "_SEEN_S", 0.1)
+    write = files.Writer._write
 
-    def elsewhere(writer: Any, file: writing.DataFile) -> None:
+    def elsewhere(writer: Any, file: files.DataFile) -> None:
         write(writer, file)
         if file.name.startswith("00001"):
             (writer._folder / file.name).rename(tmp_path / "elsewhere")
 
-    monkeypatch.setattr(writing.Writer, "_write", elsewhere)
+    monkeypatch.setattr(files.Writer, "_write", elsewhere)
 
     def main(mesh: mm.DeviceMesh) -> None:
         with raises(StoreError, "00001-000", "all nodes share", "rank 0"):
