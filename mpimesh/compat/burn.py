@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import count
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -19,7 +20,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from mpimesh import nn, runtime
-from mpimesh.arguments import as_int, as_time, check_kind, digest_bits, rank_names, shape_of, shown
+from mpimesh.arguments import as_int, as_time, check_kind, rank_names, shape_of, shown
 from mpimesh.arrays import Array, OpLike, ReduceOp, as_reduce_op, namespace, wire_dtype
 from mpimesh.errors import (
     CollectiveTimeoutError,
@@ -63,6 +64,7 @@ __all__ = [
 ]
 
 L = TypeVar("L", bound=SupportsLayer)
+T = TypeVar("T")
 
 _MOST_NAMED = 8
 """So many parameters are named in a message."""
@@ -159,29 +161,24 @@ class ModuleSharder:
             MismatchError: On every rank, naming what differs, if the ranks' parameters differ in
                 name, shape or id; then nothing is marked.
         """
-        problem: MpimeshError | None = None
-        marks: list[tuple[Parameter, int]] = []
-        following = self._next
-        try:
+
+        def marked() -> tuple[list[tuple[Parameter, int]], list[str]]:
             named = _trained(module)
             taken = {distributed_params(one) for _, one in named}
-            lines = []
+            free = (n for n in count(self._next) if DistributedParams(_as_id(n)) not in taken)
+            marks, lines = [], []
             for name, one in named:
                 mark = distributed_params(one)
-                while mark is None:
-                    new = DistributedParams(DistributedParamId(following))
-                    mark = None if new in taken else new
-                    following += 1
-                marks.append((one, mark.param_id.value))
-                lines.append(f"parameter {mark.param_id} {name!r} {one.shape}")
-        except MpimeshError as error:
-            problem, lines = error, [f"{type(error).__name__}: {error}"]
-        _agree(self._group, lines, "mark the same parameters")
-        if problem is not None:
-            raise on_all_ranks(problem)
+                number = next(free) if mark is None else mark.param_id.value
+                marks.append((one, number))
+                lines.append(f"parameter {number} {name!r} {one.shape}")
+            return marks, lines
+
+        marks = _agreed(self._group, marked, "mark the same parameters")
         for one, number in marks:
-            set_distributed(one, number)
-        self._next = following
+            if not is_distributed(one):
+                set_distributed(one, number)
+                self._next = number + 1
         return module
 
 
@@ -267,17 +264,13 @@ class DistributedSyncClient:
         if self._gradients and self._everyone is None:
             # Local, and so on all ranks: the reductions that each has started may differ by now.
             raise self._unended()
-        problem: MpimeshError | None = None
-        try:
+
+        def announced() -> tuple[dict[DistributedParamId, Array], list[str]]:
             found = self._checked(gradients())
             lines = [f"parameter {key} {x.shape} {x.dtype}" for key, x in found.items()]
-        except MpimeshError as error:
-            problem, lines = error, [f"{type(error).__name__}: {error}"]
-        lines = [f"{len(lines)} gradients, {self._op}", *lines]
-        _agree(self._group, lines, "register the same gradients")
-        if problem is not None:
-            raise on_all_ranks(problem)
-        self._gradients = found
+            return found, [f"{len(lines)} gradients, {self._op}", *lines]
+
+        self._gradients = _agreed(self._group, announced, "register the same gradients")
 
     def submit_gradient_sync(self, param_id: DistributedParamId | int) -> None:
         """Let the gradient of a registered parameter be reduced; its array is complete. Local.
@@ -637,24 +630,29 @@ def _op(op: ReduceOperation | OpLike) -> ReduceOp:
     return as_reduce_op(op.value if isinstance(op, ReduceOperation) else op)
 
 
-def _agree(group: ProcessGroup, lines: list[str], task: str) -> None:
-    """Raise on all ranks if `lines` are not the same on all; errors are among them."""
-    text = "\n".join(lines).encode()
-    digests = group.all_gather(np.array([digest_bits(text, 63)])).resolve()
-    if (digests == digests[0]).all():
-        return
+def _agreed(group: ProcessGroup, make: Callable[[], tuple[T, list[str]]], task: str) -> T:
+    """Return what `make` gives beside lines that must be the same on all ranks; errors, too."""
+    problem: MpimeshError | None = None
+    try:
+        made, lines = make()
+    except MpimeshError as error:
+        problem, lines = error, [f"{type(error).__name__}: {error}"]
     everyone = agree(group, Call(task, group.name), lines)
     common = set(everyone[0]).intersection(*everyone)
     rows = []
     for rank, there in enumerate(everyone):
         own = [line for line in there if line not in common]
         rows.append(f"  rank {rank}: {', '.join(own[:_MOST_NAMED]) or 'nothing else'}")
-    raise on_all_ranks(
-        MismatchError(
-            f"the ranks of group {group.name!r} must {task}, but beside what "
-            "they have in common:\n" + "\n".join(rows)
+    if any(there != everyone[0] for there in everyone):
+        raise on_all_ranks(
+            MismatchError(
+                f"the ranks of group {group.name!r} must {task}, but beside what "
+                "they have in common:\n" + "\n".join(rows)
+            )
         )
-    )
+    if problem is not None:
+        raise on_all_ranks(problem)
+    return made
 
 
 def _checked_group(group: object) -> ProcessGroup:

@@ -172,10 +172,7 @@ class DeviceMesh(runtime.DeviceMesh):
 class MockComm:
     """kapsl's ranks in one process, which here are threads that wait for each other."""
 
-    @staticmethod
-    def run(size: int, function: Callable[..., R], *arguments: Any) -> list[R]:
-        """Call a function on `size` ranks: :func:`mpimesh.run_virtual`."""
-        return run_virtual(size, function, *arguments)
+    run = staticmethod(run_virtual)
 
 
 class RoutingStrategy(Enum):
@@ -445,9 +442,7 @@ def _place(group: ProcessGroup, rank: int, what: str) -> int:
     return place
 
 
-def dist_ops(mesh: runtime.DeviceMesh | Mesh) -> DistributedOps:
-    """Return the operations of a mesh. Local."""
-    return DistributedOps(mesh)
+dist_ops = DistributedOps
 
 
 # -- devices ---------------------------------------------------------------------------------------

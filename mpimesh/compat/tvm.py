@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -48,14 +48,8 @@ __all__ = [
 ]
 
 
-def device_mesh(shape: Sequence[int], device_ids: Sequence[int]) -> Mesh:
-    """Return a mesh of a shape, whose dims are called ``d0``, ``d1`` and so on.
-
-    Raises:
-        MeshError: If the ids are not as many as the product of the shape, or one is negative or
-            given twice.
-    """
-    return Mesh.from_ids(shape, device_ids)
+device_mesh = Mesh.from_ids
+"""A mesh of a shape and the ids of its ranks, whose dims are called ``d0``, ``d1`` and so on."""
 
 
 class PlacementSpecKind(Enum):
@@ -173,7 +167,7 @@ class DTensorStructInfo:
     shape: tuple[int, ...]
     dtype: str
     layout: Layout
-    span: Any
+    span: Any = field(compare=False)
 
     def __init__(
         self,
@@ -237,14 +231,6 @@ class DTensorStructInfo:
             return cls((record["shape"], record["dtype"]), mesh, record["placement"])
         except KeyError as error:
             raise LayoutError(f"a record of a DTensorStructInfo has a field {error}") from None
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, DTensorStructInfo):
-            return NotImplemented
-        return (self.shape, self.dtype, self.layout) == (other.shape, other.dtype, other.layout)
-
-    def __hash__(self) -> int:
-        return hash((self.shape, self.dtype, self.layout))
 
     def __str__(self) -> str:
         ids = self.mesh.ids.tolist()
