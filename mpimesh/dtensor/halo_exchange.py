@@ -24,7 +24,7 @@ from mpimesh.layout.boxes import slices, view, volume
 from mpimesh.layout.reads import Reads, shift_reads
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.operands import normal_axis
-from mpimesh.runtime.persistent import PersistentExchange
+from mpimesh.runtime.persistent import PersistentCollective, plan_exchange
 from mpimesh.runtime.traffic import sparse
 
 __all__ = ["Halo", "HaloField", "shift"]
@@ -76,7 +76,7 @@ class Reading:
         source: HostArray | None,
         target: HostArray | None,
         lock: HostArray | None = None,
-    ) -> PersistentExchange:
+    ) -> PersistentCollective:
         """Plan it between two arrays, to be started many times. Local; each start is collective.
 
         A rank that is not in the mesh takes no part. The result is `target`.
@@ -103,7 +103,7 @@ class Reading:
                 return alone
             return group.communicator.prepare("exchange_regions", (source, target, self.regions))
 
-        return PersistentExchange(
+        return plan_exchange(
             group._core,
             name,
             prepare,
@@ -312,7 +312,7 @@ class HaloField:
         plan, mesh = halo.plan, halo.mesh
         self.halo = halo
         self._padded: HostArray | None = None
-        self._planned: PersistentExchange | None = None
+        self._planned: PersistentCollective | None = None
         block = None
         if halo._is_member:
             self._padded = mesh.shared_empty(plan.padded_shape(mesh.rank), halo.dtype)

@@ -26,7 +26,7 @@ from mpimesh.layout.boxes import view, volume
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.operands import AgreedSizes
-from mpimesh.runtime.persistent import Persistent, PersistentCollective, PersistentExchange
+from mpimesh.runtime.persistent import Persistent, PersistentCollective, plan_exchange
 from mpimesh.runtime.traffic import sparse
 
 __all__ = [
@@ -240,7 +240,7 @@ class Redistribution:
         exchanges = _Exchanges(self, block, out, mesh.shared_empty)
         result = finish(exchanges.last if user_out is None else user_out)
         plain = exchanges.ends and (user_out is None or user_out is exchanges.last)
-        return PersistentExchange(
+        return plan_exchange(
             self.group._core,
             "redistribute",
             exchanges.prepare,

@@ -191,17 +191,7 @@ class GroupCore:
                 prepared, value = plan.bind(self, x, data, out), None
             else:
                 prepared, value = found
-            call = Call(
-                plan.name,
-                self.name,
-                plan.rule,
-                plan.shape_in,
-                plan.kind,
-                label,
-                None,
-                plan.compared,
-            )
-            return self.submit(call, prepared, x, value)
+            return self.submit(plan.call(self.name, label), prepared, x, value)
         except Exception as error:
             self.poison(Call(_operation_name(make), self.name), error)
             raise
@@ -247,9 +237,13 @@ class GroupCore:
         communicator, begin, scope = self._communicator, prepared.begin, prepared.scope
         if communicator is None or context.closed:
             self._refuse(call.name)
-        traffic, receives = context.traffic, accounts.receives
-        if receives is not None and traffic.budgets:
-            traffic.admit_by(call, receives[0], self._members, receives[1])
+        traffic, receives, tally = context.traffic, accounts.receives, accounts.tally
+        if traffic.budgets:
+            if accounts.unequal and traffic.refuses and self.size > 1:
+                begin = partial(self._within_budget, call, begin, receives)
+                receives = tally = None
+            elif receives is not None:
+                traffic.admit_by(call, receives[0], self._members, receives[1])
         if scope is not None:
             begin = partial(_begin_in, scope, begin)
         progress, checks = self.progress, self._checks
@@ -274,8 +268,8 @@ class GroupCore:
             if type(started) is GeneratorType:
                 started = progress.stage(communicator, started)
             request = started
-        if accounts.tally is not None:
-            accounts.tally.starts += 1
+        if tally is not None:
+            tally.starts += 1
         else:
             traffic.count(call.name, accounts.nbytes)
             if receives is not None:
@@ -295,18 +289,13 @@ class GroupCore:
             accounts.nbytes,
         )
 
-    @property
-    def watches_starts(self) -> bool:
-        """True if starts are compared over all ranks, or counted by budgets."""
-        return bool(self._checks or self.context.traffic.budgets)
-
     def accounts(self, call: Call, nbytes: int, receives: tuple[Rule, Amount] | None) -> Accounts:
         """Return how further starts of `call` are counted and compared. Local."""
         tally = self.context.traffic.tally(call.name, nbytes, receives, self._members)
         signatures, digest = self.communicator.signatures, 0
         if signatures is not None and not self._checks:
             digest = signatures.digest((call.name, call.rule, call.compared, call.dtype))
-        return Accounts(nbytes, receives, digest, tally)
+        return Accounts(nbytes, receives, digest, tally, unequal=True)
 
     def begin_on_device(self, name: str, library: ModuleType, *arguments: Any) -> Request | Steps:
         """Start a collective of device memory."""
@@ -363,10 +352,8 @@ class GroupCore:
                 left. Then nothing has moved.
         """
         call = Call(name, self.name, rule, label=label)
-        if self.size > 1 and self.context.traffic.refuses:
-            begin, receives = partial(self._within_budget, call, begin, receives), None
-        prepared = Prepared(Accounts(nbytes, receives), begin, None, finish)
-        return self.submit(call, prepared, lock)
+        accounts = Accounts(nbytes, receives, unequal=True)
+        return self.submit(call, Prepared(accounts, begin, None, finish), lock)
 
     def _within_budget(
         self,

@@ -6,7 +6,7 @@ Messages are in `messages.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from mpimesh.arrays import Array, namespace
 from mpimesh.comm import Request, Steps
-from mpimesh.errors import DTypeError, MpimeshError, ShapeError, UnresolvedError, tell_elsewhere
+from mpimesh.errors import DTypeError, ShapeError, UnresolvedError, tell_elsewhere
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import check_output
 from mpimesh.runtime.plan import Plan, Prepared
@@ -24,7 +24,7 @@ from mpimesh.runtime.work import CollectiveTensor, T_co
 if TYPE_CHECKING:
     from mpimesh.runtime.group_core import GroupCore
 
-__all__ = ["Persistent", "PersistentCollective", "PersistentExchange", "planning"]
+__all__ = ["Persistent", "PersistentCollective", "plan_exchange", "planning"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -75,36 +75,35 @@ class PersistentCollective(Persistent[T_co]):
     Made by :meth:`ProcessGroup.all_reduce_init` and the like; MPI's word for it is a persistent
     operation. Each :meth:`start` reads what the input holds then. Where no `out` was given, results
     may come into one array: use one before the next start.
+
+    Args:
+        group: The ranks.
+        call: What each start calls.
+        bind: Gives the operation of a start.
+        prepared: The operation to be started again and again; None if each start needs its own.
+        x: The caller's input, which must not change meanwhile.
+        out: The caller's array for the result; None if there is none.
     """
 
-    __slots__ = (
-        "_finish",
-        "_group",
-        "_out",
-        "_plan",
-        "_prepared",
-        "_x",
-    )
+    __slots__ = ("_bind", "_finish", "_group", "_out", "_prepared", "_x")
 
     def __init__(
         self,
         group: GroupCore,
-        plan: Plan,
-        x: Array,
+        call: Call,
+        bind: Callable[[], Prepared],
+        prepared: Prepared | None,
+        x: Array | None,
         out: Array | None,
-        prepared: Prepared,
-        label: str | None,
     ) -> None:
         self._group = group
-        self._plan = plan
+        self._call: Call = call
+        self._bind = bind
+        self._prepared = prepared
         self._x = x
         self._out = out
-        self._call: Call = Call(
-            plan.name, group.name, plan.rule, plan.shape_in, plan.kind, label, None, plan.compared
-        )
-        self._call.ended = self._call.planned = True
         self._finish: Callable[[Any], Any] | None = None
-        self._prepared = prepared if self._reads_in_place(prepared) else None
+        call.ended = call.planned = True
 
     def start(self) -> CollectiveTensor[T_co]:
         """Start it once more; the handle's ``resolve()`` gives the result.
@@ -113,6 +112,7 @@ class PersistentCollective(Persistent[T_co]):
 
         Raises:
             UnresolvedError: If the last start is not resolved: its buffers are in use.
+            ShapeError: If the array for the result is read-only by now.
             ClosedError: If the mesh is closed.
         """
         group, call = self._group, self._call
@@ -124,7 +124,7 @@ class PersistentCollective(Persistent[T_co]):
             if not isinstance(error, UnresolvedError):
                 call.ended = True
             if isinstance(error, Exception):
-                group.poison(Call(self._plan.name, group.name), error)
+                group.poison(Call(call.name, group.name), error)
             raise
         return handle if self._finish is None else handle.map(self._finish)
 
@@ -135,39 +135,59 @@ class PersistentCollective(Persistent[T_co]):
 
     def _ready(self) -> Prepared:
         """Return the operation of the next start."""
-        plan, prepared = self._plan, self._prepared
+        prepared, out = self._prepared, self._out
         if not self._call.ended:
             raise self._under_way()
-        if prepared is not None and not prepared.busy:
-            if self._out is not None and not self._out.flags.writeable:
-                check_output(self._out)  # another operation uses it by now
-            return prepared
-        self._prepared = None  # what has failed may still write into its buffers
-        self._group.member(plan.name)
-        data = self._group.operand(self._x)
-        if data.shape != plan.shape_in:
-            raise ShapeError(
-                f"{self!r} has an input of shape {data.shape} now, not {plan.shape_in}"
-            )
-        if data.dtype != plan.dtype:
-            raise DTypeError(f"{self!r} has an input of dtype {data.dtype} now, not {plan.dtype}")
-        return plan.bind(self._group, self._x, data, self._out)
-
-    def _reads_in_place(self, prepared: Prepared) -> bool:
-        """Tell whether a start needs no copy of the input made before it, nor a stream."""
-        plan = self._plan
-        if type(self._x) is not np.ndarray or prepared.scope is not None:
-            return False
-        if plan.name == "broadcast":
-            return not plan.sends or prepared.value is self._x
-        send = prepared.arguments[0]
-        return send is None or bool(namespace(send).may_share_memory(send, self._x))
+        if prepared is None:
+            return self._bind()
+        if prepared.busy:  # what has failed may still write into its buffers
+            self._prepared = prepared = self._bind()
+        elif isinstance(out, np.ndarray) and not out.flags.writeable:
+            check_output(out)  # another operation uses it by now
+        return prepared
 
     def __repr__(self) -> str:
         """Show what it starts. Local."""
-        plan = self._plan
-        what = f"{plan.name}(shape {plan.shape_in}, {plan.kind}, {plan.rule})"
-        return f"<PersistentCollective {what} on {self._group.name!r}>"
+        return f"<PersistentCollective {self._call.text()} on {self._group.name!r}>"
+
+
+def plan_exchange(
+    group: GroupCore,
+    name: str,
+    prepare: Callable[[], Callable[[], Request | Steps]],
+    *,
+    rule: str,
+    nbytes: int = 0,
+    value: Any = None,
+    finish: Callable[[], Any] | None = None,
+    lock: Array | None = None,
+    out: Array | None = None,
+    receives: tuple[Rule, Amount] | None = None,
+) -> PersistentCollective:
+    """Plan an exchange of regions between the same arrays, or several one after the other. Local.
+
+    Args:
+        group: The ranks.
+        name: What it is called in messages and counts.
+        prepare: Gives what starts it, as often as wanted; called again after a failure.
+        rule: What must agree over ranks.
+        nbytes: The bytes that this rank puts in.
+        value: The result.
+        finish: Makes the result; None if it is `value` as it is.
+        lock: The caller's input, which must not change meanwhile.
+        out: The caller's array for the result; None if there is none.
+        receives: How what this rank receives is counted; None if it receives nothing.
+    """
+    call = Call(name, group.name, rule)
+    accounts = group.accounts(call, nbytes, receives)
+
+    def bind() -> Prepared:
+        return Prepared(accounts, prepare(), value, finish)
+
+    return PersistentCollective(group, call, bind, bind(), lock, out)
+
+
+# -- the collectives of a group --------------------------------------------------------------------
 
 
 class _Planner:
@@ -188,8 +208,43 @@ class _Planner:
         core = self._core
         data = core.operand(x)
         plan = core.plan(make, data, *options)
+        call = plan.call(core.name, label)
         prepared = plan.bind(core, x, data, out, often=True)
-        return PersistentCollective(core, plan, x, out, prepared, label)
+        return PersistentCollective(
+            core,
+            call,
+            partial(_bind, core, plan, x, out),
+            prepared if _reads_in_place(plan, prepared, x) else None,
+            x,
+            out,
+        )
+
+
+def _bind(core: GroupCore, plan: Plan, x: Array, out: Array | None) -> Prepared:
+    """Return the operation of a start that cannot use the last one's buffers."""
+    core.member(plan.name)
+    data = core.operand(x)
+    if data.shape != plan.shape_in:
+        raise ShapeError(
+            f"{plan.name} was planned with an input of shape {plan.shape_in}, which has shape "
+            f"{data.shape} now"
+        )
+    if data.dtype != plan.dtype:
+        raise DTypeError(
+            f"{plan.name} was planned with an input of dtype {plan.dtype}, which has dtype "
+            f"{data.dtype} now"
+        )
+    return plan.bind(core, x, data, out)
+
+
+def _reads_in_place(plan: Plan, prepared: Prepared, x: Array) -> bool:
+    """Tell whether a start needs no copy of the input made before it, nor a stream."""
+    if type(x) is not np.ndarray or prepared.scope is not None:
+        return False
+    if plan.name == "broadcast":
+        return not plan.sends or prepared.value is x
+    send = prepared.arguments[0]
+    return send is None or bool(namespace(send).may_share_memory(send, x))
 
 
 def planning(
@@ -221,108 +276,3 @@ def planning(
             ...     result = planned.start().resolve()
         """
     return plan
-
-
-class PersistentExchange(Persistent[T_co]):
-    """An exchange of regions between the same arrays, or several one after the other.
-
-    Args:
-        group: The ranks.
-        name: What it is called in messages and counts.
-        prepare: Gives what starts it, as often as wanted; called again after a failure.
-        rule: What must agree over ranks.
-        nbytes: The bytes that this rank puts in.
-        value: The result.
-        finish: Makes the result; None if it is `value` as it is.
-        lock: The caller's input, which must not change meanwhile.
-        out: The caller's array for the result; None if there is none.
-        receives: How what this rank receives is counted; None if it receives nothing.
-    """
-
-    __slots__ = (
-        "_finish",
-        "_group",
-        "_lock",
-        "_name",
-        "_nbytes",
-        "_out",
-        "_prepare",
-        "_prepared",
-        "_receives",
-        "_rule",
-        "_value",
-    )
-
-    def __init__(
-        self,
-        group: GroupCore,
-        name: str,
-        prepare: Callable[[], Callable[[], Request | Steps]],
-        *,
-        rule: str,
-        nbytes: int = 0,
-        value: Any = None,
-        finish: Callable[[], Any] | None = None,
-        lock: Array | None = None,
-        out: Array | None = None,
-        receives: tuple[Rule, Amount] | None = None,
-    ) -> None:
-        self._group = group
-        self._name = name
-        self._out = out
-        self._prepare = prepare
-        self._rule = rule
-        self._nbytes = nbytes
-        self._value = value
-        self._finish = finish
-        self._lock = lock
-        self._receives = receives
-        self._call: Call = Call(name, group.name, rule)
-        self._call.ended = self._call.planned = True
-        accounts = group.accounts(self._call, nbytes, receives)
-        self._prepared = Prepared(accounts, prepare(), value, finish)
-
-    def start(self) -> CollectiveTensor[T_co]:
-        """Start it once more. Collective; see :meth:`Persistent.start`.
-
-        Raises:
-            ShapeError: If the array for the result is read-only by now.
-        """
-        group, call, prepared = self._group, self._call, self._prepared
-        try:
-            if not call.ended:
-                raise self._under_way()
-            if type(self._out) is np.ndarray and not self._out.flags.writeable:
-                check_output(self._out)
-        except MpimeshError as error:
-            group.poison(Call(self._name, group.name), error)
-            raise
-        if prepared.busy:
-            prepared.begin = self._prepare()  # what failed here may go on elsewhere
-        if group.watches_starts:
-            handle = self._start_watched()
-            self._call, prepared.busy, handle._prepared = handle._call, True, prepared
-            return handle
-        call.ended, prepared.busy = False, True
-        try:
-            return group.submit(call, prepared)
-        except BaseException:
-            call.ended = True
-            raise
-
-    def _start_watched(self) -> CollectiveTensor:
-        """Start it where starts are compared over all ranks, or counted by budgets."""
-        value = self._value
-        return self._group.compose(
-            self._name,
-            self._prepared.begin,
-            rule=self._rule,
-            nbytes=self._nbytes,
-            finish=self._finish or (lambda: value),
-            lock=self._lock,
-            receives=self._receives,
-        )
-
-    def __repr__(self) -> str:
-        """Show what it starts. Local."""
-        return f"<PersistentExchange {self._name}({self._rule}) on {self._group.name!r}>"

@@ -118,6 +118,8 @@ class Plan:
         kept: What earlier calls have prepared, by where their arrays lie; None if a start copies.
     """
 
+    unequal = False
+
     def __init__(
         self,
         name: str,
@@ -165,6 +167,12 @@ class Plan:
         self.kept: dict[tuple[int, ...], Prepared] | None = None
         if self.is_plain and self.outgoing is None and shape is not None and not self.on_device:
             self.kept = {}
+
+    def call(self, group: str, label: str | None) -> Call:
+        """Return a call of it on a group of this name."""
+        return Call(
+            self.name, group, self.rule, self.shape_in, self.kind, label, None, self.compared
+        )
 
     def prepared(
         self,
@@ -350,6 +358,8 @@ class Accounts:
             when it comes.
         digest: Of what the ranks compare; 0 if it is not known, or they do not.
         tally: Counts its starts; None if it starts once.
+        unequal: Whether the ranks may receive unequally much, so that all ask whether the budget
+            of any is exceeded.
         also: Compares more before each start; None for nothing more.
     """
 
@@ -357,6 +367,7 @@ class Accounts:
     receives: tuple[Rule, Amount] | None = None
     digest: int = 0
     tally: Tally | None = None
+    unequal: bool = False
     also: None = None
 
 
