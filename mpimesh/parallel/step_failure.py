@@ -21,7 +21,7 @@ from mpimesh.errors import (
 )
 from mpimesh.parallel.plans import ABORT_TAG
 from mpimesh.runtime import ProcessGroup
-from mpimesh.runtime.tracebacks import readable
+from mpimesh.runtime.call import readable
 from mpimesh.schedule import Action, ActionKind
 
 __all__ = ["AbortSignal", "AbortedError", "Failure", "agreed_error"]

@@ -38,8 +38,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
 from mpimesh.arguments import digest_bits, plain_text
 from mpimesh.errors import LaunchError, MpimeshError, PeerLostError
+from mpimesh.runtime.call import has_unshown_cause, readable, write_error
 from mpimesh.runtime.launch import Launch, end_before_mpi, exit_status, is_rank
-from mpimesh.runtime.tracebacks import has_unshown_cause, readable, write_error
 from mpimesh.runtime.witness import unread_bytes
 
 if TYPE_CHECKING:

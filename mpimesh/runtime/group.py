@@ -12,14 +12,13 @@ from mpimesh.arrays import Array, DTypeLike, HostArray, OpLike
 from mpimesh.comm import Communicator
 from mpimesh.comm.algorithms import Algorithms, Row
 from mpimesh.errors import GroupError, RankError, tell_elsewhere
-from mpimesh.runtime import messages, plan, rooted
+from mpimesh.runtime import messages, plan
 from mpimesh.runtime.call import Call
-from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.group_core import GroupCore, collective
 from mpimesh.runtime.persistent import Persistent, planning
 from mpimesh.runtime.plan import Accounts, Prepared
 from mpimesh.runtime.work import CollectiveTensor
-from mpimesh.runtime.world import solo_communicator
+from mpimesh.runtime.world import MeshContext, solo_communicator
 from mpimesh.settings import AlgorithmName
 
 __all__ = ["Backend", "ProcessGroup"]
@@ -30,7 +29,7 @@ Backend: TypeAlias = Literal["mpi", "node_shared", "nccl", "virtual"]
 A = TypeVar("A")
 
 _NAME = str | None
-_broadcast, _scatter = collective(rooted.broadcast), collective(rooted.scatter)
+_broadcast, _scatter = collective(messages.broadcast), collective(messages.scatter)
 
 
 class ProcessGroup:

@@ -30,12 +30,12 @@ from mpimesh.comm.requests import Condition
 from mpimesh.errors import BudgetError, ClosedError, GroupError, RankError, on_all_ranks
 from mpimesh.runtime.agreement import agree, agree_alike, compare
 from mpimesh.runtime.call import Call, Message, call_stack
-from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.operands import host_array
 from mpimesh.runtime.plan import Accounts, Plan, Prepared
 from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.traffic import Amount, Arrival, Members, Rule, uniform
 from mpimesh.runtime.work import CollectiveTensor, OpenWork
+from mpimesh.runtime.world import MeshContext
 from mpimesh.settings import ALGORITHM_NAMES, algorithms_of
 
 __all__ = ["GroupCore", "collective"]

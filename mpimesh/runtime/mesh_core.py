@@ -42,14 +42,17 @@ from mpimesh.mesh.dims import parse_dims
 from mpimesh.mesh.probe import cupy_in_use, make_current
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call, call_site, site_line
-from mpimesh.runtime.context import MeshContext
-from mpimesh.runtime.ending import counts, refuse_unreceived, refuse_unresolved
 from mpimesh.runtime.group import Backend, ProcessGroup
 from mpimesh.runtime.launch import Launch
 from mpimesh.runtime.link_speeds import measured_links
-from mpimesh.runtime.live_groups import LiveGroups
+from mpimesh.runtime.live_groups import (
+    LiveGroups,
+    counts,
+    refuse_unreceived,
+    refuse_unresolved,
+)
 from mpimesh.runtime.work import OpenWork
-from mpimesh.runtime.world import world_of
+from mpimesh.runtime.world import MeshContext, world_of
 from mpimesh.settings import Settings
 from mpimesh.trace import Tracer
 

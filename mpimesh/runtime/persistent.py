@@ -1,7 +1,4 @@
-"""Operations with their arrays, planned once and started many times.
-
-Messages are in `messages.py`.
-"""
+"""Operations with their arrays, planned once and started many times."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from mpimesh.runtime.work import CollectiveTensor, T_co
 if TYPE_CHECKING:
     from mpimesh.runtime.group_core import GroupCore
 
-__all__ = ["Persistent", "PersistentCollective", "plan_exchange", "planning"]
+__all__ = ["Persistent", "PersistentCollective", "PersistentMessage", "plan_exchange", "planning"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -185,6 +182,44 @@ def plan_exchange(
         return Prepared(accounts, prepare(), value, finish)
 
     return PersistentCollective(group, call, bind, bind(), lock, out)
+
+
+class PersistentMessage(Persistent):
+    """One end of a message between two ranks, to be started many times.
+
+    Each start is one message more in the row of its sender, receiver and tag, and meets the next
+    one there, be that persistent or plain.
+
+    Args:
+        group: The group.
+        text: What it is, for messages of errors.
+        begin: Starts it once more.
+    """
+
+    __slots__ = ("_begin", "_group", "_text")
+
+    def __init__(self, group: GroupCore, text: str, begin: Callable[[], CollectiveTensor]) -> None:
+        self._group = group
+        self._text = text
+        self._begin = begin
+        self._call = None
+
+    def start(self) -> CollectiveTensor:
+        """Start the message once more; see :meth:`Persistent.start`. The other rank starts its end.
+
+        Raises:
+            UnresolvedError: If the last start is not resolved: its array is in use.
+            ClosedError: If the mesh is closed.
+        """
+        if not self.is_ready:
+            raise self._under_way()
+        handle = self._begin()
+        self._call = handle._call
+        return handle
+
+    def __repr__(self) -> str:
+        """Show what it sends or receives. Local."""
+        return f"<PersistentMessage {self._text} on {self._group.name!r}>"
 
 
 # -- the collectives of a group --------------------------------------------------------------------

@@ -15,9 +15,8 @@ from weakref import WeakKeyDictionary
 from mpimesh.arguments import as_int, as_items, as_time, shown
 from mpimesh.errors import MeshError, on_all_ranks
 from mpimesh.runtime.agreement import PlannedMax
-from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.device_mesh import DeviceMesh
-from mpimesh.runtime.world import exit_all
+from mpimesh.runtime.world import MeshContext, exit_all
 from mpimesh.trace.tracer import log
 
 __all__ = ["RunGuard", "run_guard"]
