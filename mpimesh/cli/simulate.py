@@ -6,12 +6,13 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
 
+import numpy as np
 from rich.table import Table
 from rich.text import Text
 
@@ -40,6 +41,9 @@ from mpimesh.schedule import (
     validate,
 )
 from mpimesh.trace import svg, write_chrome_trace
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 __all__ = ["ALL", "Request", "StepTimes", "run_simulate"]
 
@@ -89,12 +93,11 @@ def run_simulate(request: Request, times: StepTimes) -> None:
         _compare(request, times)
         return
     timetable = times.simulate(_schedule(request, times))
+    peak_bytes = times.peak_bytes(timetable)
     if request.as_json:
-        sys.stdout.write(
-            json.dumps(_fields(timetable, times.peak_bytes(timetable)), indent=1) + "\n"
-        )
+        sys.stdout.write(json.dumps(_fields(timetable, peak_bytes), indent=1) + "\n")
     else:
-        show_timetable(timetable, times.peak_bytes(timetable))
+        show_timetable(timetable, peak_bytes)
         if request.table:
             show_table(timetable.schedule)
     if request.svg is not None:
@@ -387,18 +390,25 @@ def _seconds(seconds: float | Fraction, timetable: Timetable) -> str:
 
 # -- the times of a step, as the command line gives them -------------------------------------------
 
-_Times = float | list[float]
+Times: TypeAlias = "npt.NDArray[np.float64]"
+"""One number for all stages or edges, or one for each."""
 
-# What a field is read from, where it is not the option of that name.
 _OPTIONS = {
+    "forward": "--forward",
+    "backward": "--backward",
+    "backward_input": "--backward-input",
+    "backward_weight": "--backward-weight",
     "message": "--message or --latency",
     "transfer": "--bandwidth or --activation-bytes",
+    "kept_bytes": "--kept-bytes",
 }
+"""Options that the fields of times are read from."""
+_EDGES = ("message", "transfer")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StepTimes:
-    """Seconds of the parts of a step: one number each, or one for each stage or edge.
+    """Seconds of the parts of a step.
 
     Attributes:
         forward: Of F.
@@ -410,13 +420,13 @@ class StepTimes:
         kept_bytes: Bytes, not seconds: what a microbatch leaves in a stage until its backward.
     """
 
-    forward: _Times
-    backward: _Times | None
-    backward_input: _Times | None
-    backward_weight: _Times | None
-    message: _Times
-    transfer: _Times
-    kept_bytes: _Times | None = None
+    forward: Times
+    backward: Times | None
+    backward_input: Times | None
+    backward_weight: Times | None
+    message: Times
+    transfer: Times
+    kept_bytes: Times | None = None
 
     @classmethod
     def read(
@@ -437,34 +447,39 @@ class StepTimes:
         Raises:
             InputError: If one cannot be read, or they do not go together.
         """
-        if forward is None:
+        forward_s = _read("--forward", forward, _SECONDS)
+        if forward_s is None:
             raise InputError("the time of a forward is missing: give --forward, such as 5ms")
         whole, first, second = _both_halves(
-            read_several("--backward", backward, read_seconds),
-            read_several("--backward-input", backward_input, read_seconds),
-            read_several("--backward-weight", backward_weight, read_seconds),
+            _read("--backward", backward, _SECONDS),
+            _read("--backward-input", backward_input, _SECONDS),
+            _read("--backward-weight", backward_weight, _SECONDS),
         )
         if message is not None and (latency or bandwidth or activation_bytes):
             raise InputError(
                 "--message is the whole time of a message: give either it, or --latency, "
                 "--bandwidth and --activation-bytes"
             )
-        if (bandwidth is None) != (activation_bytes is None):
-            raise InputError("--bandwidth and --activation-bytes go together: give both or none")
-        delays = read_several("--latency", latency, read_seconds)
+        delays = _read("--latency", latency, _SECONDS)
         if message is not None:
-            delays = read_several("--message", message, read_seconds)
-        sizes = read_several("--activation-bytes", activation_bytes, read_bytes)
-        rates = read_several("--bandwidth", bandwidth, read_rate)
-        transfers = 0.0 if sizes is None or rates is None else _ratio(sizes, rates)
+            delays = _read("--message", message, _SECONDS)
+        sizes = _read("--activation-bytes", activation_bytes, _BYTES)
+        rates = _read("--bandwidth", bandwidth, _RATES)
+        if (sizes is None) != (rates is None):
+            raise InputError("--bandwidth and --activation-bytes go together: give both or none")
+        if rates is not None and not rates.all():
+            raise InputError(f"--bandwidth: a bandwidth must be above 0, got {bandwidth!r}")
+        transfers = np.zeros(1)
+        if sizes is not None and rates is not None:
+            transfers = _combined(np.divide, sizes, rates, "--activation-bytes and --bandwidth")
         return cls(
-            forward=read_several("--forward", forward, read_seconds) or 0.0,
+            forward=forward_s,
             backward=whole,
             backward_input=first,
             backward_weight=second,
-            message=delays or 0.0,
+            message=np.zeros(1) if delays is None else delays,
             transfer=transfers,
-            kept_bytes=read_several("--kept-bytes", kept_bytes, read_bytes),
+            kept_bytes=_read("--kept-bytes", kept_bytes, _BYTES),
         )
 
     def simulate(self, schedule: Schedule) -> Timetable:
@@ -486,12 +501,12 @@ class StepTimes:
             )
         return simulate(
             schedule,
-            forward_s=self.forward,
-            backward_s=self.backward,
-            backward_input_s=self.backward_input,
-            backward_weight_s=self.backward_weight,
-            message_s=self.message,
-            transfer_s=self.transfer,
+            forward_s=_plain(self.forward),
+            backward_s=_plain(self.backward),
+            backward_input_s=_plain(self.backward_input),
+            backward_weight_s=_plain(self.backward_weight),
+            message_s=_plain(self.message),
+            transfer_s=_plain(self.transfer),
         )
 
     def find_schedule(
@@ -513,10 +528,10 @@ class StepTimes:
             num_stages,
             num_microbatches,
             num_ranks=num_ranks,
-            forward_s=self.forward,
-            backward_input_s=self.backward_input,
-            backward_weight_s=self.backward_weight,
-            message_s=_combined(self.message, self.transfer, 1),
+            forward_s=_plain(self.forward),
+            backward_input_s=_plain(self.backward_input),
+            backward_weight_s=_plain(self.backward_weight),
+            message_s=_plain(self.message + self.transfer),
         )
 
     def peak_bytes(self, timetable: Timetable) -> list[float] | None:
@@ -524,7 +539,7 @@ class StepTimes:
         if self.kept_bytes is None:
             return None
         schedule = timetable.schedule
-        kept_bytes = _spread(self.kept_bytes, schedule.num_stages)
+        kept_bytes = np.broadcast_to(self.kept_bytes, schedule.num_stages).tolist()
         return [timetable.peak_bytes(rank, kept_bytes) for rank in range(schedule.num_ranks)]
 
     def halved(self) -> StepTimes:
@@ -532,26 +547,35 @@ class StepTimes:
 
         An edge inside what was one stage is as its neighbours are.
         """
-        return replace(
-            self,
-            forward=_halves(self.forward),
-            backward=None if self.backward is None else _halves(self.backward),
-            backward_input=None if self.backward_input is None else _halves(self.backward_input),
-            backward_weight=None if self.backward_weight is None else _halves(self.backward_weight),
-            kept_bytes=None if self.kept_bytes is None else _halves(self.kept_bytes),
-            message=_more_edges(self.message),
-            transfer=_more_edges(self.transfer),
-        )
+        cut: dict[str, Times] = {}
+        for name in _OPTIONS:
+            times: Times | None = getattr(self, name)
+            if times is None:
+                continue
+            if name not in _EDGES:
+                times = times / 2
+            if times.size > 1:
+                twice = np.repeat(times, 2)
+                # The edge inside the last stage is as the one before it.
+                times = np.append(twice, times[-1]) if name in _EDGES else twice
+            cut[name] = times
+        return replace(self, **cut)
 
     def _check_counts(self, num_stages: int) -> None:
-        for field in fields(self):
-            edges = field.name in ("message", "transfer")
-            _check_count(field.name, getattr(self, field.name), num_stages, edges=edges)
+        for name, option in _OPTIONS.items():
+            times: Times | None = getattr(self, name)
+            needed = num_stages - (name in _EDGES)
+            if times is not None and times.size not in (1, needed):
+                what = "pair of neighbour stages" if name in _EDGES else "stage"
+                raise InputError(
+                    f"{option} needs one number, or one for each {what}, which are {needed} for "
+                    f"{num_stages} stages; got {times.size}"
+                )
 
 
 def _both_halves(
-    whole: _Times | None, first: _Times | None, second: _Times | None
-) -> tuple[_Times | None, _Times | None, _Times | None]:
+    whole: Times | None, first: Times | None, second: Times | None
+) -> tuple[Times | None, Times | None, Times | None]:
     """Complete B from I and W, or I and W from B."""
     if whole is None:
         if (first is None) != (second is None):
@@ -560,139 +584,83 @@ def _both_halves(
                 "one of them and --backward, their sum"
             )
         if first is not None and second is not None:
-            whole = _combined(first, second, 1)
+            whole = _combined(np.add, first, second, "--backward-input and --backward-weight")
     elif first is not None:
         second = _rest(whole, first, "--backward-input") if second is None else second
     elif second is not None:
         first = _rest(whole, second, "--backward-weight")
     else:
-        first = second = _halved(whole)
+        first = second = whole / 2
     return whole, first, second
 
 
-def _halved(times: _Times) -> _Times:
-    return [one / 2 for one in times] if isinstance(times, list) else times / 2
-
-
-def _rest(whole: _Times, half: _Times, option: str) -> _Times:
-    rest = _combined(whole, half, -1)
-    if min(rest if isinstance(rest, list) else [rest]) < 0:
+def _rest(whole: Times, half: Times, option: str) -> Times:
+    rest = _combined(np.subtract, whole, half, f"--backward and {option}")
+    if rest.min() < 0:
         raise InputError(f"{option} is more than --backward, the sum of both halves")
     return rest
 
 
-def _combined(first: _Times, second: _Times, sign: int) -> _Times:
-    if not isinstance(first, list) and not isinstance(second, list):
-        return first + sign * second
-    count = max(len(one) for one in (first, second) if isinstance(one, list))
-    pairs = zip(_spread(first, count), _spread(second, count), strict=False)
-    return [one + sign * other for one, other in pairs]
-
-
-def _ratio(sizes: _Times, rates: _Times) -> _Times:
-    if not isinstance(sizes, list) and not isinstance(rates, list):
-        return sizes / rates
-    count = max(len(one) for one in (sizes, rates) if isinstance(one, list))
-    pairs = zip(_spread(sizes, count), _spread(rates, count), strict=False)
-    return [size / rate for size, rate in pairs]
-
-
-def _spread(times: _Times, count: int) -> list[float]:
-    return times if isinstance(times, list) else [times] * count
-
-
-def _check_count(name: str, times: _Times | None, num_stages: int, *, edges: bool) -> None:
-    if not isinstance(times, list):
-        return
-    needed = num_stages - edges
-    if len(times) != needed:
-        option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
-        what = "pair of neighbour stages" if edges else "stage"
+def _combined(operation: np.ufunc, first: Times, second: Times, options: str) -> Times:
+    try:
+        both: Times = operation(first, second)
+    except ValueError:
         raise InputError(
-            f"{option} needs one number, or one for each {what}, which are {needed} for "
-            f"{num_stages} stages; got {len(times)}"
-        )
+            f"{options} need one number, or one for each stage; got {first.size} and {second.size}"
+        ) from None
+    return both
 
 
-def _halves(times: _Times) -> _Times:
-    if not isinstance(times, list):
-        return times / 2
-    return [one / 2 for one in times for _ in range(2)]
+def _plain(times: Times | None) -> Any:
+    """Return times as a schedule takes them: one number, or a list."""
+    return times if times is None else times.item() if times.size == 1 else times.tolist()
 
 
-def _more_edges(times: _Times) -> _Times:
-    if not isinstance(times, list):
-        return times
-    inner = [*times, times[-1]]  # of each stage that is cut, like the edge after it
-    return [edge for pair in zip(inner, times, strict=False) for edge in pair] + inner[-1:]
+class _Quantity(NamedTuple):
+    """A kind of number that an option takes: its name, an example, and the factors of units."""
+
+    name: str
+    example: str
+    units: dict[str, float]
 
 
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([^\s]*)\s*")
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
-_BYTES = {
-    "B": 1,
-    **{f"{prefix}B": 1000**power for power, prefix in enumerate(("k", "M", "G", "T"), start=1)},
-    **{f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)},
-}
-_RATES = {f"{unit}/s": factor for unit, factor in _BYTES.items()}
+_SECONDS = _Quantity(
+    "a time",
+    "5ms",
+    {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0},
+)
+_BYTES = _Quantity(
+    "a size",
+    "8MiB",
+    {
+        "B": 1,
+        **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", start=1)},
+        **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+    },
+)
+_RATES = _Quantity(
+    "a bandwidth", "12.5GB/s", {f"{unit}/s": factor for unit, factor in _BYTES.units.items()}
+)
 
 
-def read_seconds(text: str) -> float:
-    """Read a time, such as ``5ms``; ``0`` needs no unit.
-
-    Raises:
-        InputError: If it is none.
-    """
-    return _read(text, _SECONDS, "a time", "5ms")
-
-
-def read_bytes(text: str) -> float:
-    """Read a size, such as ``8MiB`` or ``4096B``; ``0`` needs no unit.
-
-    Raises:
-        InputError: If it is none.
-    """
-    return _read(text, _BYTES, "a size", "8MiB")
-
-
-def read_rate(text: str) -> float:
-    """Read bytes per second, such as ``12.5GB/s``.
+def _read(option: str, text: str | None, quantity: _Quantity) -> Times | None:
+    """Read one number with a unit, or several with commas between; None if there is no text.
 
     Raises:
-        InputError: If it is none, or nothing at all.
-    """
-    rate = _read(text, _RATES, "a bandwidth", "12.5GB/s")
-    if not rate:
-        raise InputError(f"a bandwidth must be above 0, got {text!r}")
-    return rate
-
-
-def read_several(
-    option: str, text: str | None, read: Callable[[str], float]
-) -> list[float] | float | None:
-    """Read one quantity, or a list of them with commas between; None if there is no text.
-
-    Raises:
-        InputError: If one cannot be read; the message names the option.
+        InputError: If one cannot be read. Only 0 needs no unit.
     """
     if text is None:
         return None
-    try:
-        values = [read(part) for part in text.split(",")]
-    except InputError as error:
-        raise InputError(f"{option}: {error}") from None
-    return values[0] if len(values) == 1 else values
-
-
-def _read(text: str, units: dict[str, float], what: str, example: str) -> float:
-    match = _NUMBER.fullmatch(text)
-    number, unit = match.groups() if match else ("", "")
-    value = float(number or "nan")
-    if value == 0 and not unit:
-        return 0.0
-    if unit not in units or not math.isfinite(value):
-        raise InputError(
-            f"{text.strip()!r} is not {what}: write a number and a unit, such as {example}; "
-            f"units: {', '.join(units)}"
-        )
-    return value * units[unit]
+    values = []
+    for part in text.split(","):
+        match = _NUMBER.fullmatch(part)
+        number, unit = match.groups() if match else ("", "")
+        value = float(number or "nan")
+        if (unit not in quantity.units and (unit or value != 0)) or not math.isfinite(value):
+            raise InputError(
+                f"{option}: {part.strip()!r} is not {quantity.name}: write a number and a unit, "
+                f"such as {quantity.example}; units: {', '.join(quantity.units)}"
+            )
+        values.append(value * quantity.units.get(unit, 1.0))
+    return np.array(values)
