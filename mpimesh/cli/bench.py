@@ -25,6 +25,7 @@ from mpimesh.cli.console import (
     InputError,
     check_file,
     check_picture,
+    counted,
     print_page,
     table,
     write_picture,
@@ -455,8 +456,7 @@ def _headline(places: Sequence[tuple[str, Sequence[int]]]) -> str:
     from mpi4py import MPI
 
     vendor, version = MPI.get_vendor()
-    nodes = len({node for node, _ in places})
-    where = f"{nodes} node{'s' * (nodes > 1)}"
+    where = counted(len({node for node, _ in places}), "node")
     return f"{len(places)} ranks on {where}, {vendor} {'.'.join(map(str, version))}"
 
 
@@ -467,7 +467,7 @@ def _crowded(places: Sequence[tuple[str, Sequence[int]]]) -> list[str]:
         count = len(set().union(*here))
         if len(here) > count:
             return [
-                f"{len(here)} ranks take turns on {count} core{'s' * (count > 1)} of {node}: all "
+                f"{len(here)} ranks take turns on {counted(count, 'core')} of {node}: all "
                 "ways are slow, and the figures say little about one rank on each core"
             ]
     return []

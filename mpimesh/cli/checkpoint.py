@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from rich.progress import DownloadColumn, TransferSpeedColumn
 from rich.text import Text
 
 from mpimesh.arguments import shown, size_text
-from mpimesh.cli.console import print_page, progress_bar, table
+from mpimesh.cli.console import counted, print_page, progress_bar, table
 from mpimesh.errors import DamagedError, DTypeError, MpimeshError, StoreError
 from mpimesh.layout.boxes import extent, tiles
 from mpimesh.store.files import PART, replaced, write_at
@@ -81,7 +81,7 @@ def run_show(path: Path) -> None:
             values.add_row(Text(name), Text(shown(from_json(value))))
         parts += [Text()] * bool(parts) + [values]
     total = size_text(_total(manifest.arrays.values()))
-    summary = f"{_count(manifest.arrays, 'array')} of {total} in {_count(manifest.files, 'file')}"
+    summary = f" of {total} in ".join(_sizes(manifest))
     print_page(*parts, *[Text()] * bool(parts), Text(summary))
 
 
@@ -110,7 +110,7 @@ def run_verify(path: Path) -> bool:
     print_page(
         Text.assemble(
             (f"{path} is whole", "bold green"),
-            f": {_count(manifest.arrays, 'array')} in {_count(manifest.files, 'file')}, "
+            f": {' in '.join(_sizes(manifest))}, "
             f"{size_text(nbytes)}, {checksums}; took {seconds:.1f} s",
         )
     )
@@ -144,7 +144,7 @@ def run_export(path: Path, out: Path, *, only: Sequence[str], strip: str) -> Non
     total = _total(manifest.arrays[name] for name in names)
     with progress_bar("exporting", total, *_BYTES) as advance:
         nbytes = export(folder, manifest, names, out, advance)
-    print_page(Text(f"{out}: {_count(names, 'array')}, {size_text(nbytes)}"))
+    print_page(Text(f"{out}: {counted(len(names), 'array')}, {size_text(nbytes)}"))
 
 
 # -- verifying and exporting -----------------------------------------------------------------------
@@ -266,5 +266,6 @@ def _total(entries: Iterable[ArrayEntry]) -> int:
     return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
 
 
-def _count(things: Sized, name: str) -> str:
-    return f"{len(things):,} {name}{'s' * (len(things) != 1)}"
+def _sizes(manifest: Manifest) -> tuple[str, str]:
+    """Return how many arrays and files there are."""
+    return counted(len(manifest.arrays), "array"), counted(len(manifest.files), "file")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpimesh.cli.console import counted
 from mpimesh.cli.facts import (
     Capability,
     Cuda,
@@ -87,7 +88,8 @@ def examine(at: Callable[[str], None], *, fresh: bool = False) -> Diagnosis:
         problems.append(Finding("warning", what, cure))
     at("measuring")
     speeds = _speeds(communicator, ranks, cuda)
-    tried = _Tried()
+    algorithms: Sequence[Row] = ()
+    ways: Mapping[str, ProbeResult] = {}
     probed: dict[str, ProbeResult] = {}
     if whole:
         at("trying CUDA-aware MPI in a child process")
@@ -96,8 +98,8 @@ def examine(at: Callable[[str], None], *, fresh: bool = False) -> Diagnosis:
             probed = PROCESS_PROBE.run(communicator, fresh=fresh)
             problems += [Finding("note", note) for note in PROCESS_PROBE.notes]
         at("making a mesh and reducing over all ranks")
-        tried = _try_mesh(communicator, on_device=on_device)
-        problems += tried.problems
+        algorithms, ways, wrong = _try_mesh(communicator, on_device=on_device)
+        problems += [Finding("error", what, _REPORT) for what in wrong]
     communicator.free()
     return Diagnosis(
         software=software,
@@ -106,9 +108,9 @@ def examine(at: Callable[[str], None], *, fresh: bool = False) -> Diagnosis:
         launch=launch,
         world_size=communicator.size,
         ranks=ranks,
-        capabilities=_capabilities(mpi, cuda, communicator.size, speeds, probed, tried.ways),
+        capabilities=_capabilities(mpi, cuda, communicator.size, speeds, probed, ways),
         measurements=speeds,
-        algorithms=tuple(tried.algorithms),
+        algorithms=tuple(algorithms),
         leftovers=leftovers,
         problems=tuple(problems),
     )
@@ -150,10 +152,7 @@ def _about_me(
         Settings.from_environment()
     except SettingsError as error:
         problem = str(error)
-    versions = (
-        f"mpimesh {software.mpimesh}, Python {software.python}, NumPy {software.numpy}, "
-        f"mpi4py {software.mpi4py}, {mpi.vendor} {mpi.version}"
-    )
+    versions = f"{software}, {mpi.vendor} {mpi.version}"
     mine = find_rank(rank, local_rank, launch, software=versions)
     return {"rank": asdict(mine), "problem": problem}
 
@@ -163,7 +162,8 @@ def _speeds(
 ) -> tuple[Measurement, ...]:
     if communicator.native is None:
         return ()
-    speeds = measure(communicator.native, [node.ranks for node in nodes_of(ranks)])
+    nodes = [[one.rank for one in members] for members in nodes_of(ranks).values()]
+    speeds = measure(communicator.native, nodes)
     if communicator.rank == 0 and cuda.gpus:
         speeds += measure_device()
     # The others wait here without spinning until rank 0 is done.
@@ -171,17 +171,14 @@ def _speeds(
     return speeds
 
 
-@dataclass(frozen=True, slots=True)
-class _Tried:
-    """A trial mesh: its algorithms, the ways of its device memory, what was wrong."""
+def _try_mesh(
+    communicator: Communicator, *, on_device: bool
+) -> tuple[Sequence[Row], Mapping[str, ProbeResult], Iterable[str]]:
+    """Make a mesh of all ranks, and reduce over it.
 
-    algorithms: Sequence[Row] = ()
-    ways: Mapping[str, ProbeResult] = field(default_factory=dict)
-    problems: Sequence[Finding] = ()
-
-
-def _try_mesh(communicator: Communicator, *, on_device: bool) -> _Tried:
-    """Make a mesh of all ranks, reduce over it, and ask how its group moves bytes."""
+    Returns:
+        The algorithms of its group, the ways of its device memory, and what was wrong.
+    """
     ways: Mapping[str, ProbeResult] = {}
     try:
         with DeviceMesh("ranks=-1") as mesh:
@@ -195,12 +192,10 @@ def _try_mesh(communicator: Communicator, *, on_device: bool) -> _Tried:
     except MpimeshError as error:
         if not error.agreed:
             raise
-        failed = Finding("error", f"a mesh of all ranks failed: {error}", _REPORT)
-        return _Tried(problems=[failed])
+        return (), {}, [f"a mesh of all ranks failed: {error}"]
     # A sum may be wrong on one rank only.
     every = [what for one in _everyone(communicator, wrong) for what in one]
-    problems = [Finding("error", what, _REPORT) for what in dict.fromkeys(every)]
-    return _Tried(algorithms, ways, problems)
+    return algorithms, ways, dict.fromkeys(every)
 
 
 def _wrong_sums(group: ProcessGroup, rank: int, library: ModuleType) -> list[str]:
@@ -215,10 +210,6 @@ def _wrong_sums(group: ProcessGroup, rank: int, library: ModuleType) -> list[str
                 "wrong sum"
             )
     return wrong
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _node_shared_setting() -> str:
@@ -250,11 +241,13 @@ def _capabilities(
     device = ProbeResult(False, "CuPy is not installed")
     if cuda.installed:
         device = ProbeResult(
-            bool(cuda.gpus), cuda.problem or f"CuPy sees {_count(cuda.gpus, 'GPU')}"
+            bool(cuda.gpus), cuda.problem or f"CuPy sees {counted(cuda.gpus, 'GPU')}"
         )
     alone = ProbeResult(False, "there is one rank" if world_size == 1 else "no mesh could be made")
     return capability_table(
-        mpi=ProbeResult(not mpi.problem, mpi.problem or f"a world of {_count(world_size, 'rank')}"),
+        mpi=ProbeResult(
+            not mpi.problem, mpi.problem or f"a world of {counted(world_size, 'rank')}"
+        ),
         large_counts=mpi.large_counts,
         node_shared=node_shared,
         device=device,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import socket
@@ -13,6 +12,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import mpi4py
+import numpy as np
 
 from mpimesh.comm.algorithms import Row
 from mpimesh.comm.cuda_probe import has_cupy
@@ -32,7 +34,6 @@ __all__ = [
     "Leftover",
     "Measurement",
     "Mpi",
-    "Node",
     "Rank",
     "Shm",
     "Software",
@@ -52,20 +53,25 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 # -- software --------------------------------------------------------------------------------------
 
-_THREADS = ("single", "funneled", "serialized", "multiple")
 # How many communicators there can be at once, where somebody has counted.
 _COMMUNICATORS = {"MPICH": 2046, "Open MPI": 65532}
 
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Versions; "" where something is not installed."""
+    """Versions, and the path of the interpreter."""
 
     mpimesh: str
     python: str
     numpy: str
     mpi4py: str
     interpreter: str
+
+    def __str__(self) -> str:
+        return (
+            f"mpimesh {self.mpimesh}, Python {self.python}, NumPy {self.numpy}, "
+            f"mpi4py {self.mpi4py}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +140,10 @@ def find_software() -> Software:
     return Software(
         mpimesh=mpimesh.__version__,
         python=platform.python_version(),
-        numpy=_version("numpy"),
-        mpi4py=_version("mpi4py"),
+        numpy=np.__version__,
+        mpi4py=mpi4py.__version__,
         interpreter=sys.executable,
     )
-
-
-def _version(package: str) -> str:
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return ""
 
 
 def find_mpi() -> Mpi:
@@ -155,6 +155,12 @@ def find_mpi() -> Mpi:
     vendor, version = MPI.get_vendor()
     ucx = loaded_ucx()
     tag_limit = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+    levels = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
     return Mpi(
         vendor=vendor,
         version=".".join(map(str, version)),
@@ -164,22 +170,11 @@ def find_mpi() -> Mpi:
         ucx=ucx.version,
         ucx_path=ucx.path,
         ucx_cuda=ucx.cuda,
-        thread_level=_thread_level(MPI),
+        thread_level=levels.get(MPI.Query_thread(), "unknown"),
         tag_limit=32767 if tag_limit is None else int(tag_limit),
         communicator_limit=_COMMUNICATORS.get(vendor, 0),
         large_counts=MPI.VERSION >= 4,
     )
-
-
-def _thread_level(mpi: Any) -> str:
-    levels = (
-        mpi.THREAD_SINGLE,
-        mpi.THREAD_FUNNELED,
-        mpi.THREAD_SERIALIZED,
-        mpi.THREAD_MULTIPLE,
-    )
-    names: dict[int, str] = dict(zip(levels, _THREADS, strict=True))
-    return names.get(mpi.Query_thread(), "unknown")
 
 
 def _device(text: str) -> str:
@@ -462,14 +457,6 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
-    """One node and its ranks."""
-
-    name: str
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Capability:
     """The answer if a transport may be used for an operation on a kind of memory.
 
@@ -519,8 +506,8 @@ class Diagnosis:
     problems: tuple[Finding, ...] = ()
 
     @property
-    def nodes(self) -> tuple[Node, ...]:
-        """The nodes, in the order of their first ranks."""
+    def nodes(self) -> dict[str, list[Rank]]:
+        """The ranks of each node, in the order of their first ranks."""
         return nodes_of(self.ranks)
 
     def to_fields(self, findings: Sequence[Finding]) -> dict[str, Any]:
@@ -531,14 +518,17 @@ class Diagnosis:
         return {
             "healthy": healthy,
             "findings": [asdict(finding) for finding in findings],
-            "nodes": [asdict(node) for node in self.nodes],
+            "nodes": [
+                {"name": node, "ranks": [one.rank for one in ranks]}
+                for node, ranks in self.nodes.items()
+            ],
             **fields,
         }
 
 
-def nodes_of(ranks: Sequence[Rank]) -> tuple[Node, ...]:
-    """Return the nodes of `ranks`, in the order of their first ranks."""
-    members: dict[str, list[int]] = {}
+def nodes_of(ranks: Iterable[Rank]) -> dict[str, list[Rank]]:
+    """Return the ranks of each node, in the order of their first ranks."""
+    members: dict[str, list[Rank]] = {}
     for one in ranks:
-        members.setdefault(one.node, []).append(one.rank)
-    return tuple(Node(name, tuple(those)) for name, those in members.items())
+        members.setdefault(one.node, []).append(one)
+    return members

@@ -21,6 +21,7 @@ from mpimesh.cli.console import (
     InputError,
     check_file,
     check_picture,
+    counted,
     print_page,
     table,
     write_picture,
@@ -280,7 +281,7 @@ def show_timetable(timetable: Timetable, peak_bytes: Sequence[float] | None) -> 
     """Print what a step takes, where its bubble lies, and what each rank does and keeps."""
     schedule = timetable.schedule
     stages, ranks = schedule.num_stages, schedule.num_ranks
-    placed = "one on each rank" if stages == ranks else f"on {ranks} rank{'s' * (ranks > 1)}"
+    placed = "one on each rank" if stages == ranks else f"on {counted(ranks, 'rank')}"
     summary = Table.grid(padding=(0, 2, 0, 0))
     summary.add_row("step", _seconds(timetable.step_s, timetable))
     summary.add_row(
@@ -292,8 +293,8 @@ def show_timetable(timetable: Timetable, peak_bytes: Sequence[float] | None) -> 
     print_page(
         Text.assemble(
             (schedule.name, "bold"),
-            f": {stages} stage{'s' * (stages > 1)}, {placed}, "
-            f"{schedule.num_microbatches:,} microbatch{'es' * (schedule.num_microbatches > 1)}",
+            f": {counted(stages, 'stage')}, {placed}, "
+            f"{counted(schedule.num_microbatches, 'microbatch', 'es')}",
         ),
         summary,
         Text(),

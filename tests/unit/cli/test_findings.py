@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from hypothesis import given, strategies as st
 
+from mpimesh.cli.doctor import crowded, find_findings
 from mpimesh.cli.facts import Capability, Cuda, Finding, Leftover, Mpi, Rank, Shm, nodes_of
-from mpimesh.cli.findings import crowded, find_findings
 from mpimesh.runtime import Launch
 from tests.helpers.cli_diagnoses import diagnosis, rank
 
@@ -222,4 +222,7 @@ def can_be_given(sets, taken=frozenset()):
 
 def test_nodes_are_in_the_order_of_their_first_ranks():
     nodes = nodes_of([rank(0, node="b"), rank(1, node="a"), rank(2, node="b")])
-    assert [(node.name, node.ranks) for node in nodes] == [("b", (0, 2)), ("a", (1,))]
+    assert [(node, [one.rank for one in ranks]) for node, ranks in nodes.items()] == [
+        ("b", [0, 2]),
+        ("a", [1]),
+    ]

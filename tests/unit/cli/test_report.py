@@ -11,9 +11,8 @@ from rich.console import Console
 
 from mpimesh.arguments import size_text
 from mpimesh.cli.console import rate_text, seconds_text
-from mpimesh.cli.doctor import show
+from mpimesh.cli.doctor import find_findings, show
 from mpimesh.cli.facts import Capability, Cuda, Finding, Measurement, Mpi
-from mpimesh.cli.findings import find_findings
 from mpimesh.comm.algorithms import Algorithms, Row, Sizes
 from tests.helpers.cli_diagnoses import diagnosis, rank
 
