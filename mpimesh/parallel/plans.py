@@ -36,6 +36,7 @@ from mpimesh.schedule import (
     most_waiting,
     validate,
 )
+from mpimesh.schedule.generators import forward_schedule
 
 __all__ = [
     "ABORT_TAG",
@@ -43,7 +44,6 @@ __all__ = [
     "Plans",
     "ScheduleLike",
     "StepPlan",
-    "forward_schedule",
     "message_tag",
     "message_tags",
 ]
@@ -91,25 +91,6 @@ class StepPlan:
     send_window: int
     most_waiting: Mapping[tuple[int, ActionKind], int] = field(default_factory=dict)
     received: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict)
-
-
-def forward_schedule(placement: Sequence[int], num_microbatches: int) -> Schedule:
-    """Make a forward-only schedule for stages that lie on ranks as `placement` says.
-
-    A rank with several stages runs, among the actions that could be next, those of the oldest
-    wave first: stage s works on microbatch m in wave s + m.
-    """
-    num_stages = len(placement)
-    ranks = tuple(
-        tuple(
-            Action(stage, ActionKind.F, wave - stage)
-            for wave in range(num_stages + num_microbatches - 1)
-            for stage in range(num_stages)
-            if placement[stage] == rank and 0 <= wave - stage < num_microbatches
-        )
-        for rank in range(max(placement) + 1)
-    )
-    return Schedule("forward", num_stages, num_microbatches, ranks, tuple(placement))
 
 
 class Plans:

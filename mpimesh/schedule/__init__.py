@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from mpimesh.schedule.action import Action, ActionKind
-from mpimesh.schedule.auto import ScheduleName, auto, make_schedule, schedule_names, stages_per_rank
+from mpimesh.schedule.auto import (
+    ScheduleName,
+    auto,
+    make_schedule,
+    schedule_names,
+    stages_per_rank,
+    vhalf,
+    vmin,
+)
 from mpimesh.schedule.costs import Costs, Partition, partition
 from mpimesh.schedule.draw import schedule_svg
 from mpimesh.schedule.generators import (
@@ -17,9 +24,8 @@ from mpimesh.schedule.generators import (
     zb2p,
     zbv,
 )
-from mpimesh.schedule.list_schedule import vhalf, vmin
 from mpimesh.schedule.lower import Edges, lower
-from mpimesh.schedule.schedule import Schedule, schedule_table
+from mpimesh.schedule.schedule import Action, ActionKind, Schedule, schedule_table
 from mpimesh.schedule.simulate import (
     Idle,
     TimedAction,

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from mpimesh.arguments import as_int, as_items, is_real, shape_of, shown
 from mpimesh.errors import ScheduleError
-from mpimesh.schedule.action import ActionKind
-from mpimesh.schedule.schedule import MOST_FORWARDS
+from mpimesh.schedule.schedule import MOST_FORWARDS, ActionKind
 from mpimesh.trace import svg
 
 __all__ = ["Costs", "Partition", "Seconds", "check_num_stages", "partition", "spread"]
@@ -121,7 +120,7 @@ class Costs:
         }[kind]
 
 
-def spread(name: str, times: Seconds | Sequence[Seconds], count: int) -> tuple[Seconds, ...]:
+def spread(name: str, times: Seconds | Iterable[Seconds], count: int) -> tuple[Seconds, ...]:
     """Return times: one number for all, or one for each.
 
     Args:
@@ -364,20 +363,14 @@ def partition(
         (0, 2, 4)
     """
     wanted = "one number for each layer"
-    layers = list(as_items(layer_s, "layer_s", ScheduleError, wanted=wanted))
+    layers = as_items(layer_s, "layer_s", ScheduleError, wanted=wanted)
     check_num_stages(num_stages, len(layers))
-    boundaries = len(layers) - 1
-    costs: Any = message_s
-    single = not isinstance(costs, Iterable) or shape_of(costs) == ()
-    messages: list[Any] = [costs] * boundaries if single else list(costs)
-    if len(messages) != boundaries:
-        raise ScheduleError(
-            f"message_s must be one number, or one for each of the {boundaries} boundaries between "
-            f"{len(layers)} layers, got {len(messages)}"
-        )
-    exact_layers, exact_messages = _exact("layer_s", layers), _exact("message_s", messages)
-    scale = math.lcm(*(time.denominator for time in (*exact_layers, *exact_messages)))
-    row = _LayerRow(_scaled(exact_layers, scale), _scaled(exact_messages, scale))
+    spread("layer_s", layers, len(layers))
+    messages = spread("message_s", message_s, len(layers) - 1)
+    exact = list(map(_exact, (*layers, *messages)))
+    scale = math.lcm(*(time.denominator for time in exact))
+    scaled = [int(time * scale) for time in exact]
+    row = _LayerRow(scaled[: len(layers)], scaled[len(layers) :])
     bounds = row.best_cut(num_stages, row.least_limit(num_stages))
     stage_s = tuple(Fraction(row.stage(start, end), scale) for start, end in pairwise(bounds))
     if all(isinstance(time, Rational) for time in (*layers, *messages)):
@@ -398,21 +391,8 @@ def check_num_stages(num_stages: int, num_layers: int) -> None:
         )
 
 
-def _exact(name: str, times: Iterable[Seconds]) -> list[Fraction]:
-    exact = []
-    for index, time in enumerate(times):
-        if not isinstance(time, Real) or not 0 <= time < float("inf"):
-            raise ScheduleError(
-                f"{name} must be numbers of at least 0 and finite, got {time!r} at index {index}"
-            )
-        # NumPy's numbers are not all numbers to `Fraction`.
-        exact.append(
-            time
-            if isinstance(time, Fraction)
-            else Fraction(int(time) if isinstance(time, Integral) else float(time))
-        )
-    return exact
-
-
-def _scaled(times: Iterable[Fraction], scale: int) -> list[int]:
-    return [int(time * scale) for time in times]
+def _exact(time: Any) -> Fraction:
+    # NumPy's numbers are not all numbers to `Fraction`.
+    if isinstance(time, Fraction):
+        return time
+    return Fraction(int(time) if isinstance(time, Integral) else float(time))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from mpimesh.arguments import as_int, check_kind, shown
 from mpimesh.errors import ScheduleError
-from mpimesh.schedule.action import Action, ActionKind
+from mpimesh.schedule.schedule import Action, ActionKind
 from mpimesh.schedule.simulate import Timetable
 from mpimesh.trace import svg
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from mpimesh.errors import ScheduleError
-from mpimesh.schedule.action import Action, ActionKind
-from mpimesh.schedule.schedule import Schedule, check_sizes
+from mpimesh.schedule.schedule import Action, ActionKind, Schedule, check_sizes
 
 __all__ = [
     "dualpipev",
     "forward_only",
+    "forward_schedule",
     "gpipe",
     "interleaved",
     "looped_bfs",
@@ -157,6 +157,25 @@ def _written(
     return Schedule(name, len(placement), num_microbatches, tuple(ranks), tuple(placement))
 
 
+def forward_schedule(placement: Sequence[int], num_microbatches: int) -> Schedule:
+    """Make a forward-only schedule for stages that lie on ranks as `placement` says.
+
+    A rank with several stages runs, among the actions that could be next, those of the oldest
+    wave first: stage s works on microbatch m in wave s + m.
+    """
+    num_stages = len(placement)
+    ranks = tuple(
+        tuple(
+            Action(stage, ActionKind.F, wave - stage)
+            for wave in range(num_stages + num_microbatches - 1)
+            for stage in range(num_stages)
+            if placement[stage] == rank and 0 <= wave - stage < num_microbatches
+        )
+        for rank in range(max(placement) + 1)
+    )
+    return Schedule("forward", num_stages, num_microbatches, ranks, tuple(placement))
+
+
 def forward_only(
     num_stages: int, num_microbatches: int, *, num_ranks: int | None = None
 ) -> Schedule:
@@ -168,11 +187,7 @@ def forward_only(
         ScheduleError: If a number is less than 1.
     """
     _one_stage_each("forward", num_stages, num_microbatches, num_ranks)
-    ranks = tuple(
-        tuple(Action(stage, ActionKind.F, microbatch) for microbatch in range(num_microbatches))
-        for stage in range(num_stages)
-    )
-    return Schedule("forward", num_stages, num_microbatches, ranks)
+    return forward_schedule(range(num_stages), num_microbatches)
 
 
 def gpipe(num_stages: int, num_microbatches: int, *, num_ranks: int | None = None) -> Schedule:

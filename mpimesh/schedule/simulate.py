@@ -6,13 +6,19 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
+from operator import add
 from statistics import fmean
 
 from mpimesh.errors import ScheduleError
-from mpimesh.schedule.action import Action, ActionKind
 from mpimesh.schedule.costs import Seconds, spread
 from mpimesh.schedule.lower import Edges, lower
-from mpimesh.schedule.schedule import Schedule, check_schedule, peak_of_activations
+from mpimesh.schedule.schedule import (
+    Action,
+    ActionKind,
+    Schedule,
+    check_schedule,
+    peak_of_activations,
+)
 from mpimesh.schedule.validate import validate
 from mpimesh.trace import Category, Event, svg
 
@@ -306,17 +312,19 @@ def simulate(
     lowered = lower(schedule, skips=edges.skips)
     num_stages = lowered.num_stages
     times = {
-        ActionKind.F: _durations("forward_s", forward_s, num_stages),
-        ActionKind.B: _durations("backward_s", backward_s, num_stages),
-        ActionKind.I: _durations("backward_input_s", backward_input_s, num_stages),
-        ActionKind.W: _durations("backward_weight_s", backward_weight_s, num_stages),
+        ActionKind.F: forward_s,
+        ActionKind.B: backward_s,
+        ActionKind.I: backward_input_s,
+        ActionKind.W: backward_weight_s,
     }
-    durations = {kind: listed for kind, listed in times.items() if listed is not None}
+    durations = {
+        kind: spread(_PARAMETERS[kind], seconds, num_stages)
+        for kind, seconds in times.items()
+        if seconds is not None
+    }
     if backward_s is None and ActionKind.I in durations and ActionKind.W in durations:
-        halves = zip(durations[ActionKind.I], durations[ActionKind.W], strict=True)
-        durations[ActionKind.B] = [first + second for first, second in halves]
-    _check_stages(lowered)
-    _check_given(lowered, durations)
+        durations[ActionKind.B] = tuple(map(add, durations[ActionKind.I], durations[ActionKind.W]))
+    _check_actions(lowered, durations)
     messages = spread("message_s", message_s, len(edges))
     transfers = spread("transfer_s", transfer_s, len(edges))
     sums = spread("reduce_s", reduce_s, num_stages)
@@ -327,46 +335,31 @@ def simulate(
     return Timetable(lowered, tuple(map(tuple, starts_s)), tuple(map(tuple, ends_s)), step_s)
 
 
-def _durations(
-    name: str, times: Seconds | Sequence[Seconds] | None, count: int
-) -> list[Seconds] | None:
-    return None if times is None else list(spread(name, times, count))
+_Times = list[list[Seconds]]
+_Durations = dict[ActionKind, tuple[Seconds, ...]]  # of each stage
 
 
-def _check_stages(schedule: Schedule) -> None:
-    """Refuse actions and messages of stages that do not exist, which have no times."""
+def _check_actions(schedule: Schedule, durations: _Durations) -> None:
+    """Refuse actions and messages of stages that do not exist, and computations without a time."""
     last = schedule.num_stages - 1
-    sends_before_first, sends_after_last = ActionKind.SEND_B, ActionKind.SEND_F
+    first: dict[tuple[int, ActionKind, int | None], Action] = {}
     for action in schedule.actions():
-        stage, kind = action.stage, action.kind
-        if (
-            stage > last
-            or (stage == last and kind is sends_after_last)
-            or (stage == 0 and kind is sends_before_first)
-            or (action.other is not None and action.other > last)
-        ):
+        first.setdefault((action.stage, action.kind, action.other), action)
+    for action in first.values():
+        stages = (action.stage, action.far_stage) if action.kind.is_message else (action.stage,)
+        if not (min(stages) >= 0 and max(stages) <= last):
             validate(schedule)  # Raises, and shows where.
-
-
-def _check_given(schedule: Schedule, durations: dict[ActionKind, list[Seconds]]) -> None:
-    missing = [kind for kind in _PARAMETERS if kind not in durations]
-    if not missing:
-        return
-    for action in schedule.actions():
-        if action.kind in missing:
+        if action.kind.computes and action.kind not in durations:
             raise ScheduleError(
                 f"schedule {schedule.name} does {action}: give {_PARAMETERS[action.kind]} "
                 "to time it"
             )
 
 
-_Times = list[list[Seconds]]
-
-
 def _run(
     schedule: Schedule,
     edges: Edges,
-    durations: dict[ActionKind, list[Seconds]],
+    durations: _Durations,
     messages: Sequence[Seconds],
     transfers: Sequence[Seconds],
     sums: Sequence[Seconds],

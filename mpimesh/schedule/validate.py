@@ -10,9 +10,8 @@ from itertools import zip_longest
 from typing import NoReturn
 
 from mpimesh.errors import ScheduleError
-from mpimesh.schedule.action import Action, ActionKind
-from mpimesh.schedule.lower import EdgeMessages, Edges, lower, pairs
-from mpimesh.schedule.schedule import Schedule, check_schedule, schedule_table
+from mpimesh.schedule.lower import Edges, lower, pairs
+from mpimesh.schedule.schedule import Action, ActionKind, Schedule, check_schedule, schedule_table
 
 __all__ = ["Proof", "Rules", "most_waiting", "validate"]
 
@@ -58,14 +57,12 @@ class Rules:
 
     Args:
         schedule: Whose rules.
-        skips: Its skips; None for those that have messages in it.
+        edges: Its edges.
     """
 
-    def __init__(self, schedule: Schedule, skips: Iterable[tuple[int, int]] | None = None) -> None:
+    def __init__(self, schedule: Schedule, edges: Edges) -> None:
         self._schedule = schedule
-        self._edges = (
-            Edges.of(schedule) if skips is None else Edges(schedule.num_stages, tuple(skips))
-        )
+        self._edges = edges
         self._placement = schedule.placement
         self._num_microbatches = schedule.num_microbatches
         self._lowered = schedule.is_lowered
@@ -221,6 +218,82 @@ class Rules:
         return self._schedule.placement[stage] == self._schedule.placement[other]
 
 
+_Edge = tuple[int, int]
+"""The sending stage and the receiving one."""
+
+
+def _edge_of(message: Action) -> _Edge:
+    ends = message.stage, message.far_stage
+    return ends if message.kind.is_send else ends[::-1]
+
+
+class _EdgeMessages:
+    """The messages of a schedule whose actions exist.
+
+    An edge goes from one stage to another; edges are numbered as they come.
+
+    Attributes:
+        schedule: Where the messages stand.
+        ranks: For each rank its messages in order: the number of the edge for a send, and
+            ``~number`` for a receive.
+        edges: For each edge the stage that sends and the one that receives.
+        senders: For each edge the rank at its beginning.
+        receivers: For each edge the rank at its end.
+        sends: For each edge the microbatches in the order in which they are sent.
+        recvs: For each edge the microbatches in the order in which they are received.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.ranks: list[list[int]] = []
+        self.edges: list[tuple[int, int]] = []
+        self.senders: list[int] = []
+        self.receivers: list[int] = []
+        self.sends: list[list[int]] = []
+        self.recvs: list[list[int]] = []
+        numbers: dict[tuple[int, int], int] = {}
+        # What a kind on a stage is; None for a computation.
+        known: dict[tuple[ActionKind, int, int | None], int | None] = {}
+        for actions in schedule.ranks:
+            messages = []
+            for action in actions:
+                key = action.kind, action.stage, action.other
+                if key in known:
+                    message = known[key]
+                elif action.kind.is_message:
+                    edge = _edge_of(action)
+                    number = numbers.setdefault(edge, len(numbers))
+                    if number == len(self.edges):
+                        self._add(edge)
+                    message = known[key] = number if action.kind.is_send else ~number
+                else:
+                    message = known[key] = None
+                if message is not None:
+                    messages.append(message)
+                    if message >= 0:
+                        self.sends[message].append(action.microbatch)
+                    else:
+                        self.recvs[~message].append(action.microbatch)
+            self.ranks.append(messages)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sends))
+
+    def step(self, rank: int, position: int) -> int:
+        """Return where the message `position` of `rank` stands in its list."""
+        actions = enumerate(self.schedule.ranks[rank])
+        steps = (step for step, action in actions if action.kind.is_message)
+        return next(step for number, step in enumerate(steps) if number == position)
+
+    def _add(self, edge: tuple[int, int]) -> None:
+        placement = self.schedule.placement
+        self.edges.append(edge)
+        self.senders.append(placement[edge[0]])
+        self.receivers.append(placement[edge[1]])
+        self.sends.append([])
+        self.recvs.append([])
+
+
 class _Progress:
     """The progress of the ranks of a lowered schedule whose sends and receives match.
 
@@ -252,7 +325,7 @@ class _Progress:
         received: For each edge the number of receives that have begun.
     """
 
-    def __init__(self, messages: EdgeMessages, send_window: int | None = None) -> None:
+    def __init__(self, messages: _EdgeMessages, send_window: int | None = None) -> None:
         self._messages = messages
         self._limit = len(messages) if send_window is None else send_window
         self._position = [0] * len(messages.ranks)
@@ -309,7 +382,7 @@ class _Progress:
         }
 
 
-def _smallest_send_window(messages: EdgeMessages) -> int:
+def _smallest_send_window(messages: _EdgeMessages) -> int:
     """Return the fewest unfinished sends with which no rank waits for ever.
 
     0 if the schedule is safe even where every send blocks. The schedule must be free of deadlock
@@ -330,7 +403,7 @@ class Proof:
     """The outcome of :func:`validate` for a schedule that is correct.
 
     Attributes:
-        num_messages: EdgeMessages of one step, over all ranks.
+        num_messages: Messages of one step, over all ranks.
         send_window: The fewest unfinished sends that a rank must be able to leave behind
             for no rank to wait for ever, on an MPI that buffers nothing and with receives
             posted only where they stand. 0: safe even with blocking sends.
@@ -373,12 +446,12 @@ def validate(schedule: Schedule, *, skips: Iterable[tuple[int, int]] | None = No
         About a second for 64 stages and 1,024 microbatches.
     """
     check_schedule(schedule)
-    skips = None if skips is None else Edges(schedule.num_stages, pairs(skips)).skips
-    _check_actions(schedule, skips)
-    lowered = lower(schedule, skips=skips or ())
-    messages = EdgeMessages(lowered)
-    if not messages.match:
-        _refuse_messages(lowered)
+    edges = Edges.of(schedule) if skips is None else Edges(schedule.num_stages, pairs(skips))
+    _check_actions(schedule, edges)
+    lowered = lower(schedule, skips=edges.skips)
+    messages = _EdgeMessages(lowered)
+    if messages.sends != messages.recvs:
+        _refuse_messages(messages)
     blocked = _Progress(messages).blocked()
     if blocked:
         _refuse_deadlock(lowered, blocked)
@@ -396,8 +469,8 @@ def _refuse(schedule: Schedule, rank: int, step: int, reason: str) -> NoReturn:
     )
 
 
-def _check_actions(schedule: Schedule, skips: tuple[tuple[int, int], ...] | None) -> None:
-    rules = Rules(schedule, skips)
+def _check_actions(schedule: Schedule, edges: Edges) -> None:
+    rules = Rules(schedule, edges)
     for step in range(max(map(len, schedule.ranks))):
         for rank, actions in enumerate(schedule.ranks):
             if step < len(actions):
@@ -410,51 +483,38 @@ def _check_actions(schedule: Schedule, skips: tuple[tuple[int, int], ...] | None
         _refuse(schedule, rank, len(schedule.ranks[rank]), f"{missing} is missing")
 
 
-_Edge = tuple[int, int]
-"""The sending stage and the receiving one."""
-
-
-def _refuse_messages(schedule: Schedule) -> NoReturn:
+def _refuse_messages(messages: _EdgeMessages) -> NoReturn:
     """Name the first message whose ends do not match."""
-    sends: dict[_Edge, list[tuple[int, int]]] = {}
-    recvs: dict[_Edge, list[tuple[int, int]]] = {}
-    for rank, actions in enumerate(schedule.ranks):
-        for step, action in enumerate(actions):
-            if action.kind.is_send:
-                sends.setdefault((action.stage, action.far_stage), []).append((rank, step))
-            elif action.kind.is_recv:
-                recvs.setdefault((action.far_stage, action.stage), []).append((rank, step))
-    wrong = [
-        problem
-        for edge in sends.keys() | recvs.keys()
-        for problem in [_edge_problem(schedule, sends.get(edge, []), recvs.get(edge, []))]
-        if problem is not None
-    ]
+    schedule = messages.schedule
+    wrong: list[tuple[int, int, str]] = []
+    for edge, *ranks in zip(messages.edges, messages.senders, messages.receivers, strict=True):
+        sends, recvs = (
+            [
+                (step, rank, action)
+                for step, action in enumerate(schedule.ranks[rank])
+                if action.kind.is_message and _edge_of(action) == edge
+            ]
+            for rank in ranks
+        )
+        for number, (sent, received) in enumerate(zip_longest(sends, recvs)):
+            if received is None:
+                step, rank, action = sent
+                reason = f"{action} is never received: there is no {action.partner}"
+            elif sent is None:
+                step, rank, action = received
+                reason = f"{action} waits for ever: there is no {action.partner}"
+            elif sent[2].partner != received[2]:
+                step, rank, action = received
+                reason = (
+                    f"{action} is receive {number} from stage {edge[0]}, but send {number} "
+                    f"there is {sent[2]} (rank {sent[1]}, step {sent[0]})"
+                )
+            else:
+                continue
+            wrong.append((step, rank, reason))
+            break
     step, rank, reason = min(wrong)
     _refuse(schedule, rank, step, reason)
-
-
-def _edge_problem(
-    schedule: Schedule, sends: list[tuple[int, int]], recvs: list[tuple[int, int]]
-) -> tuple[int, int, str] | None:
-    """Return step, rank and reason of the first message of an edge whose ends do not match."""
-    for number, (sent, received) in enumerate(zip_longest(sends, recvs)):
-        if received is None:
-            rank, step = sent
-            action = schedule.ranks[rank][step]
-            return step, rank, f"{action} is never received: there is no {action.partner}"
-        rank, step = received
-        action = schedule.ranks[rank][step]
-        if sent is None:
-            return step, rank, f"{action} waits for ever: there is no {action.partner}"
-        sent_action = schedule.ranks[sent[0]][sent[1]]
-        if sent_action.partner != action:
-            reason = (
-                f"{action} is receive {number} from stage {sent_action.stage}, but send {number} "
-                f"there is {sent_action} (rank {sent[0]}, step {sent[1]})"
-            )
-            return step, rank, reason
-    return None
 
 
 def _refuse_deadlock(schedule: Schedule, blocked: dict[int, int]) -> NoReturn:
@@ -512,7 +572,7 @@ def most_waiting(schedule: Schedule, rank: int) -> dict[tuple[int, int], int]:
         {(0, 1): 3, (2, 1): 2}
     """
     check_schedule(schedule).stages_of(rank)  # raises if there is no such rank
-    messages = EdgeMessages(lower(schedule))
+    messages = _EdgeMessages(lower(schedule))
     progress = _Progress(messages)
     sent, received = progress.sent, progress.received
     progress.run(other for other in range(len(messages.ranks)) if other != rank)

@@ -9,8 +9,8 @@ from hypothesis import given, strategies as st
 
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule import Action, ActionKind, Schedule, gpipe, simulate, validate, vhalf, vmin
+from mpimesh.schedule.auto import BuildingBlock, list_schedule, repeat
 from mpimesh.schedule.costs import Costs
-from mpimesh.schedule.list_schedule import BuildingBlock, list_schedule, repeat
 from tests.helpers.raises import raises
 
 K = ActionKind

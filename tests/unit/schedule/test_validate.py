@@ -14,6 +14,7 @@ from mpimesh.errors import ScheduleError
 from mpimesh.schedule import (
     Action,
     ActionKind,
+    Edges,
     Schedule,
     lower,
     make_schedule,
@@ -277,7 +278,8 @@ def test_the_bits_of_the_rules_say_what_their_words_say(data, schedule, times):
     for _ in range(times):
         assume(any(schedule.ranks))
         schedule = mutate(data.draw, schedule)
-    rules = Rules(schedule, skips)
+    edges = Edges.of(schedule) if skips is None else Edges(schedule.num_stages, skips)
+    rules = Rules(schedule, edges)
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
             expected = rules.in_words(rank, action)
