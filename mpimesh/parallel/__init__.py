@@ -23,9 +23,8 @@ from mpimesh.parallel.microbatch import (
 )
 from mpimesh.parallel.model import clip_grad_norm
 from mpimesh.parallel.parallel_optimizer import ParallelOptimizer
-from mpimesh.parallel.pipeline import PipelineParallel
+from mpimesh.parallel.pipeline import PipelineParallel, StepReport
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.step import StepReport
 from mpimesh.parallel.tensor_model import sum_shared_gradients
 
 __all__ = [

@@ -152,12 +152,7 @@ class Batch:
         if self.optimizer is not None:
             facts["optimizer"] = text = numbers_of(self.optimizer)
             numbers[len(numbers) - 2 * engine.places + facts["place"]] = fingerprint(text)
-        values_by_title = {"x": self.x, "target": self.target}
-        if self.inputs:
-            values_by_title |= {input_title(name): value for name, value in self.inputs.items()}
-        self.values = {
-            title: (value,) for title, value in values_by_title.items() if value is not None
-        }
+        self.values = {title: (value,) for title, value in self._given().items()}
         if facts["rows"] is not None:
             self.sizes = (facts["rows"],)
         if facts["replica"] is not None:
@@ -252,23 +247,19 @@ class Batch:
         Returns:
             The rows of each value, or of its microbatches, by title; and which are split arrays.
         """
-        values_by_title: dict[str, Any] = {"x": self.x, "target": self.target}
         inputs = {} if self.inputs is None else self.inputs
         if not isinstance(inputs, Mapping):
             raise ModuleError(f"inputs must be a dict of arrays by name, got {inputs!r}")
-        for name, value in inputs.items():
+        for name in inputs:
             if name not in engine.input_names:
                 raise UnknownNameError(
                     f"no stage takes an input called {name!r}; the stages take "
                     f"{', '.join(map(repr, engine.input_names)) or 'none'}: name it in "
                     f"PipelineStage(i, inputs=({name!r},))"
                 )
-            values_by_title[input_title(name)] = value
         sizes: dict[str, tuple[int, ...]] = {}
         split: list[str] = []
-        for title, value in values_by_title.items():
-            if value is None:
-                continue
+        for title, value in self._given().items():
             blocks: list[Array] = []
 
             def block(x: DTensor, path: str, blocks: list[Array] = blocks) -> Array:
@@ -286,14 +277,16 @@ class Batch:
                     )
         return sizes, split
 
+    def _given(self) -> dict[str, Any]:
+        """Return the values that this rank was given, by title."""
+        values: dict[str, Any] = {"x": self.x, "target": self.target}
+        for name, value in (self.inputs or {}).items():
+            values[input_title(name)] = value
+        return {title: value for title, value in values.items() if value is not None}
+
     def _is_cut(self, title: str) -> bool:
         """Tell whether a value was given as microbatches."""
-        values_by_title = {"x": self.x, "target": self.target}.get(title)
-        if values_by_title is None and self.inputs is not None:
-            values_by_title = {input_title(name): value for name, value in self.inputs.items()}[
-                title
-            ]
-        return isinstance(values_by_title, Microbatches)
+        return isinstance(self._given()[title], Microbatches)
 
     def _are_local(self, split: Sequence[str], who: str) -> bool:
         """Tell whether the values hold the rows of this rank's replica only.
@@ -407,24 +400,18 @@ class Batch:
         return f"{type(self.loss).__name__} divided by {count}"
 
     def _checksums(self, *, whole: bool) -> dict[str, str]:
-        """Return the checksums of the values that have one, by title."""
-        sums = {title: self.checksum(title, whole=whole) for title in self.values}
-        return {title: text for title, text in sums.items() if text}
-
-    def checksum(self, title: str, *, whole: bool) -> str | None:
-        """Return what tells a value from others: one on the host without Python objects.
-
-        Args:
-            title: Which.
-            whole: Whether to read all of it, or a sample.
-        """
-        leaves = [
-            leaf
-            for part in self.values[title]
-            for leaf in flatten(part)[0]
-            if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject
-        ]
-        return _checksum(leaves, whole=whole) if leaves else None
+        """Return by title the checksum of each value on the host without Python objects."""
+        sums = {}
+        for title, parts in self.values.items():
+            leaves = [
+                leaf
+                for part in parts
+                for leaf in flatten(part)[0]
+                if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject
+            ]
+            if leaves:
+                sums[title] = _checksum(leaves, whole=whole)
+        return sums
 
     # -- what goes to other ranks, and on to the stages ------------------------------------------
 

@@ -22,12 +22,11 @@ from mpimesh.arrays.memory import aligned_bytes
 from mpimesh.errors import ModuleStateError, ShapeError
 from mpimesh.nn import Context
 from mpimesh.nn.protocol import Allocate
-from mpimesh.parallel.interface import check_gradient, check_output, first_gradient
 from mpimesh.parallel.links import Links, RecvLink, SendLink
 from mpimesh.parallel.microbatch import Tree
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.task import NO_TASK, Task
+from mpimesh.parallel.task import NO_TASK, Task, check_gradient, check_output, first_gradient
 from mpimesh.schedule import Action, ActionKind, Edges
 from mpimesh.trace import NULL_TRACER, Category, Span, Tracer
 

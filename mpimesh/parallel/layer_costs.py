@@ -6,11 +6,11 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,11 +28,11 @@ from mpimesh.nn.protocol import (
 )
 from mpimesh.parallel.batch import kind_of, parts_of, rows_of
 from mpimesh.parallel.header import fingerprint
-from mpimesh.parallel.interface import Leaf
 from mpimesh.parallel.microbatch import Microbatches, Tree, flatten, tree_map
 from mpimesh.parallel.replicas import group_along
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.step_failure import AbortedError, AbortSignal, Failure, agreed_error
+from mpimesh.parallel.step import AbortedError, AbortSignal, Failure, agreed_error
+from mpimesh.parallel.task import Leaf
 from mpimesh.parallel.tensor_model import TensorModel
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
@@ -218,7 +218,7 @@ def _measured_everywhere(
             layer = f"layer {len(mine)}, {type(layers[len(mine)]).__name__}"
             failure = asdict(replace(failed, message=f"{layer}: {failed.message}"))
         note = {
-            "times": list(map(astuple, mine)),
+            "times": mine,
             "failure": failure,
             "aborts": abort.is_set,
             "tensor": tensor.notes(),
@@ -238,17 +238,11 @@ def _measured_everywhere(
         raised.__context__ = problem
         # The text of a StageError has the traceback already.
         raise raised from (None if isinstance(raised, StageError) else problem)
-    of_layers = zip(*(one["times"] for one in everyone), strict=True)
-    return [_middle([LayerTime(*one) for one in times]) for times in of_layers]
-
-
-def _middle(times: Sequence[LayerTime]) -> LayerTime:
-    return LayerTime(
-        median(one.forward_s for one in times),
-        median(one.backward_input_s for one in times),
-        median(one.backward_weight_s for one in times),
-        times[0].output_bytes,
-    )
+    medians = []
+    for times in zip(*(one["times"] for one in everyone), strict=True):
+        *seconds, output_bytes = zip(*times, strict=True)
+        medians.append(LayerTime(*map(median, seconds), output_bytes[0]))
+    return medians
 
 
 # -- times: each layer in a copy of its own, one after the other ----------------------------------
@@ -257,8 +251,7 @@ def _middle(times: Sequence[LayerTime]) -> LayerTime:
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True)
-class LayerTime:
+class LayerTime(NamedTuple):
     """The times of a layer for one microbatch.
 
     Attributes:
@@ -322,27 +315,31 @@ def _twin(layer: SupportsLayer, dtype: Any, xp: ModuleType, index: int) -> Suppo
 def _time_layer(
     layer: SupportsLayer, x: Tree, *, trained: bool, repeats: int
 ) -> tuple[Tree, LayerTime]:
-    clock = _LayerClock(x)
+    scope = StreamScope.of(flatten(x)[0][0])
+
+    def timed(call: Callable[..., R], *arguments: Any) -> tuple[R, float]:
+        """Return what `call` gives, and its seconds, on a device up to the end of its work."""
+        if scope is not None:
+            scope.stream.synchronize()
+        start_s = time.perf_counter()
+        result = call(*arguments)
+        if scope is not None:
+            scope.stream.synchronize()
+        return result, time.perf_counter() - start_s
+
     runs = []
     for _ in range(1 + repeats):
         context = Context()
-        y, forward_s = clock.time(lambda: layer.forward(x, context))  # noqa: B023 - called at once
-        runs.append((forward_s, *_time_backward(layer, y, context, clock, trained=trained)))
+        y, forward_s = timed(layer.forward, x, context)
+        input_s = weight_s = 0.0
+        if trained:
+            dy = tree_map(_gradient, y)
+            _, input_s = timed(backward_input, layer, dy, context)
+            _, weight_s = timed(backward_weight, layer, context)
+        runs.append((forward_s, input_s, weight_s))
     forward_s, input_s, weight_s = map(median, zip(*runs[1:], strict=True))
     output_bytes = sum(int(leaf.nbytes) for leaf in flatten(y, name="the output")[0])
     return y, LayerTime(forward_s, input_s, weight_s, output_bytes)
-
-
-def _time_backward(
-    layer: SupportsLayer, y: Tree, context: Context, clock: _LayerClock, *, trained: bool
-) -> tuple[float, float]:
-    """Return the times of both halves of a backward; none where a pipeline runs none."""
-    if not trained:
-        return 0.0, 0.0
-    dy = tree_map(_gradient, y)
-    _, input_s = clock.time(lambda: backward_input(layer, dy, context))
-    _, weight_s = clock.time(lambda: backward_weight(layer, context))
-    return input_s, weight_s
 
 
 def _gradient(leaf: Array, _path: str) -> Array | None:
@@ -350,25 +347,6 @@ def _gradient(leaf: Array, _path: str) -> Array | None:
     if not Leaf(tuple(leaf.shape[1:]), np.dtype(leaf.dtype)).has_gradient:
         return None
     return namespace(leaf).ones(leaf.shape, leaf.dtype)
-
-
-class _LayerClock:
-    """Takes times, on a device up to the end of what was called for."""
-
-    def __init__(self, x: Tree) -> None:
-        self._scope = StreamScope.of(flatten(x)[0][0])
-
-    def time(self, call: Callable[[], R]) -> tuple[R, float]:
-        """Return what `call` gives, and its seconds."""
-        self._finish()
-        start_s = time.perf_counter()
-        result = call()
-        self._finish()
-        return result, time.perf_counter() - start_s
-
-    def _finish(self) -> None:
-        if self._scope is not None:
-            self._scope.stream.synchronize()
 
 
 # -- speed of messages ----------------------------------------------------------------------------

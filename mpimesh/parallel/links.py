@@ -42,10 +42,9 @@ from mpimesh.comm.engine import test_often
 from mpimesh.comm.lending import Borrowing, Lending, LendingRow
 from mpimesh.comm.requests import Condition
 from mpimesh.errors import ShapeError, TransportError
-from mpimesh.parallel.interface import FIRST_PIECE_BYTES, length_of
 from mpimesh.parallel.plans import message_tags
 from mpimesh.parallel.slots import SlotPool
-from mpimesh.parallel.task import NO_TASK, Kind, Task
+from mpimesh.parallel.task import FIRST_PIECE_BYTES, NO_TASK, Kind, Task, length_of
 from mpimesh.runtime import ProcessGroup, Traffic
 from mpimesh.schedule import Action, ActionKind, Edges
 from mpimesh.trace import Tracer
@@ -101,6 +100,7 @@ class Links:
         self.library: ModuleType = np
         self.task = NO_TASK
         self.check_abort: Callable[[], None] = _stay
+        self.announcing: list[_Sending] = []  # which no window counts
         self.unfinished: deque[_Sending] = deque()
         self.window = 0
         self.sending: dict[tuple[int, int], SendLink] = {}
@@ -195,8 +195,7 @@ class Links:
 
     def finish(self) -> None:
         """Wait for the last sends, once every rank is known to have received all messages."""
-        announcing = [sending for link in self.sending.values() for sending in link.announcing]
-        for sending in (*announcing, *self.unfinished):
+        for sending in (*self.announcing, *self.unfinished):
             for request in sending.requests:
                 self._wait(request, sending.action, sending.peer)
         self.reap()
@@ -205,6 +204,7 @@ class Links:
         """Let go of the step. Local."""
         self.task = NO_TASK
         self.check_abort = _stay
+        self.announcing.clear()
         self.unfinished.clear()
         for sender in self.sending.values():
             sender.end()
@@ -235,10 +235,9 @@ class Links:
         Returns:
             What must be waited for, when the others do the same.
         """
-        announcing = [sending for link in self.sending.values() for sending in link.announcing]
         waiting = [
             _ended(request)
-            for sending in (*announcing, *self.unfinished)
+            for sending in (*self.announcing, *self.unfinished)
             for request in sending.requests
         ]
         for link in self.receiving.values():
@@ -345,7 +344,6 @@ class SendLink:
         is_news: Whether the receiver needs a header.
         sent: In this step, the bytes of all messages by tag; a negative tag is that of device
             memory.
-        announcing: In this step, the announcements that are under way.
     """
 
     def __init__(self, links: Links, stage: int, peer: int, tag: int) -> None:
@@ -358,13 +356,11 @@ class SendLink:
         self._room: HostArray | None = None
         self.is_news = False
         self.sent: dict[int, list[int]] = {}
-        self.announcing: list[_Sending] = []
 
     def end(self) -> None:
         """Let go of the step."""
         self._room = None
         self.sent = {}
-        self.announcing.clear()
 
     def room(self, shape: tuple[int, ...], dtype: DType) -> HostArray | None:
         """Return memory for a layer's result that is to go along this link.
@@ -412,7 +408,8 @@ class SendLink:
             self._lend(task.text(self._stage, action.microbatch), is_note=True)
             return
         notes = task.announcement(self._stage, action.microbatch)
-        self.announcing.append(_Sending([self._isend(note) for note in notes], action, self.peer))
+        sending = _Sending([self._isend(note) for note in notes], action, self.peer)
+        self._links.announcing.append(sending)
 
     def _lend(self, x: Array, *, is_note: bool = False) -> None:
         """Lend `x` in place, if it is in a slot, else a copy."""

@@ -23,7 +23,6 @@ from mpimesh.optim import clip_grad_norm as clip_local
 from mpimesh.parallel.batch import Batch, Rows, split_layout
 from mpimesh.parallel.gradients.buckets import GradientBuckets
 from mpimesh.parallel.gradients.tuning import BucketTuning, tune_buckets
-from mpimesh.parallel.interface import Interface, Leaf
 from mpimesh.parallel.microbatch import (
     Microbatches,
     Structure,
@@ -34,6 +33,7 @@ from mpimesh.parallel.microbatch import (
 )
 from mpimesh.parallel.states import model_parts, model_target
 from mpimesh.parallel.step import Step
+from mpimesh.parallel.task import Interface, Leaf
 from mpimesh.parallel.tensor_model import local_part
 from mpimesh.parallel.training_engine import TrainingEngine
 from mpimesh.runtime import DeviceMesh, ProcessGroup

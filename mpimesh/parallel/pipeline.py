@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from mpimesh.arguments import as_flag, as_int
 from mpimesh.arrays import DTypeLike
-from mpimesh.errors import ScheduleError, TraceError
+from mpimesh.errors import MpimeshError, ScheduleError, TraceError
 from mpimesh.nn import Loss, Sequential, SupportsLayer
 from mpimesh.parallel.batch import Batch, Rows, SupportsStep
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
@@ -21,13 +22,24 @@ from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.plans import ScheduleLike
 from mpimesh.parallel.replicas import group_along, live_mesh
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.step import StepReport, report_step
+from mpimesh.parallel.step import END_OF_STEP, GRADIENTS
 from mpimesh.parallel.training_engine import Options, TrainingEngine
 from mpimesh.runtime import DeviceMesh
-from mpimesh.schedule import Costs, Schedule
-from mpimesh.trace import Tracer
+from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.call import Call
+from mpimesh.runtime.events import gather_events
+from mpimesh.schedule import (
+    Costs,
+    Schedule,
+    Timetable,
+    action_overhead_s,
+    measured_step,
+    predicted_step,
+    schedule_svg,
+)
+from mpimesh.trace import Event, Tracer, svg
 
-__all__ = ["PipelineParallel"]
+__all__ = ["PipelineParallel", "StepReport", "last_step"]
 
 
 class PipelineParallel(ParallelModel):
@@ -464,7 +476,38 @@ class PipelineParallel(ParallelModel):
             >>> if report is not None:
             ...     print(report)
         """
-        return report_step(self._engine)
+        engine = self._engine
+        mesh = engine.mesh
+        events = gather_events(mesh, engine.tracer)
+        report, problem = None, None
+        if mesh.rank == 0:
+            try:
+                report = self._report(events)
+            except MpimeshError as error:
+                problem = TraceError(
+                    f"there is no whole step of training in the tracers: {error}; make the "
+                    "pipeline with tracer=Tracer(mesh.rank) on every rank, and report after "
+                    "train_step"
+                )
+        agree(engine.scope, Call("step report", engine.scope.name), problem=problem)
+        return report
+
+    def _report(self, events: Sequence[Event]) -> StepReport:
+        """Return the report of the last step in the events of all ranks."""
+        engine = self._engine
+        everyone = list(engine.mesh.group().ranks)
+        places = {everyone.index(rank): place for place, rank in enumerate(engine.pipe.ranks)}
+        mine = [
+            replace(event, rank=places[event.rank])
+            for event in last_step(events)
+            if event.rank in places
+        ]
+        count = len({event.microbatch for event in mine if event.category == "forward"})
+        if not count:
+            raise TraceError("no forward was recorded")
+        schedule = engine.plans.schedule(count, training=True)
+        measured = measured_step(schedule, mine, skips=engine.plans.edges.skips)
+        return StepReport(engine.step, measured, predicted_step(measured))
 
     def step_picture(self, path: str | os.PathLike[str]) -> StepReport | None:
         """Draw what :meth:`step_report` returns, and return it. Collective.
@@ -479,7 +522,7 @@ class PipelineParallel(ParallelModel):
         """
         if Path(path).suffix.lower() != ".svg":
             raise TraceError(f"the picture of a step is an SVG: {path} must end in .svg")
-        report = report_step(self._engine)
+        report = self.step_report()
         if report is not None:
             Path(path).write_text(report.to_svg(), encoding="utf-8")
         return report
@@ -491,3 +534,66 @@ class PipelineParallel(ParallelModel):
             f"{self.num_microbatches} microbatches, {engine.data.size} replicas, here stages "
             f"{list(engine.local)}>"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """A step of training as it was measured, and as its schedule predicts it.
+
+    Attributes:
+        step: Number of the step.
+        measured: What the ranks of one pipeline did when, from the first computation to the last.
+        predicted: The same schedule, simulated with the mean times that were measured; see
+            :func:`~mpimesh.schedule.predicted_step`.
+    """
+
+    step: int
+    measured: Timetable
+    predicted: Timetable
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds that a rank spent on an action beside computing and waiting, in the mean."""
+        return action_overhead_s(self.measured)
+
+    def to_svg(self) -> str:
+        """Draw both below each other on one time axis."""
+        schedule = self.measured.schedule
+        title = (
+            f"Training step {self.step}: {schedule.name}, {schedule.num_stages} stages, "
+            f"{schedule.num_microbatches} microbatches"
+        )
+        tables = {"measured": self.measured, "predicted": self.predicted}
+        return schedule_svg(tables, title=title)
+
+    def __str__(self) -> str:
+        lines = [
+            f"step {self.step} {what} {svg.duration(float(one.step_s))}, of which a rank is idle "
+            f"for {svg.duration(float(one.mean_bubble_s))}, {100 * one.bubble_fraction:.1f} %: "
+            f"{one.mean_idle()}"
+            for what, one in (("measured", self.measured), ("predicted", self.predicted))
+        ]
+        lines.append(f"each action cost {svg.duration(self.overhead_s)} beside its computation")
+        return "\n".join(lines)
+
+
+def last_step(events: Iterable[Event]) -> list[Event]:
+    """Return the events of each rank's last whole step of training.
+
+    Args:
+        events: Of any ranks, in the order in which each rank recorded its own.
+    """
+    ranks: dict[int, list[Event]] = {}
+    for event in events:
+        ranks.setdefault(event.rank, []).append(event)
+    last: list[Event] = []
+    for one in ranks.values():
+        names = [event.name if event.category == "wait" else "" for event in one]
+        if GRADIENTS not in names:
+            continue
+        # A step of training ends with its gradients. Its own end of step comes before these; the
+        # one before that closed the step before.
+        end = len(names) - 1 - names[::-1].index(GRADIENTS)
+        earlier = [place for place in range(end) if names[place] == END_OF_STEP][:-1]
+        last += one[earlier[-1] + 1 if earlier else 0 : end]
+    return last

@@ -17,41 +17,44 @@ message, for room to send, and for the header if it has no batch. The first two
 look for that signal, and end without it only if the other end does its part. The header
 is started by every rank before anything can fail. After the status, waits are for what
 every rank is then known to have started.
-
-A :class:`StepReport` sets a pipeline's last step of training beside its schedule's prediction.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
+from mpimesh import errors
+from mpimesh.arguments import rank_names
 from mpimesh.arrays import Array
+from mpimesh.comm import RecvRequest, Request
 from mpimesh.comm.requests import Condition
-from mpimesh.errors import MpimeshError, ShapeError, StageError, TraceError, on_all_ranks
+from mpimesh.errors import MpimeshError, ShapeError, StageError, StageShapeError, on_all_ranks
 from mpimesh.parallel.batch import Batch
 from mpimesh.parallel.header import Facts, Size, disagreement
 from mpimesh.parallel.microbatch import Tree, flatten, replica_rows, tree_map
-from mpimesh.parallel.step_failure import AbortedError, AbortSignal, Failure, agreed_error
+from mpimesh.parallel.plans import ABORT_TAG
 from mpimesh.parallel.task import NO_TASK, Task
 from mpimesh.parallel.training_engine import TrainingEngine
+from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree
-from mpimesh.runtime.call import Call
-from mpimesh.runtime.events import gather_events
-from mpimesh.schedule import (
-    Timetable,
-    action_overhead_s,
-    measured_step,
-    predicted_step,
-    schedule_svg,
-)
-from mpimesh.trace import Event, svg
+from mpimesh.runtime.call import readable
+from mpimesh.schedule import Action, ActionKind
 
-__all__ = ["Step", "StepReport", "last_step", "report_step"]
+__all__ = [
+    "END_OF_STEP",
+    "GRADIENTS",
+    "AbortSignal",
+    "AbortedError",
+    "Failure",
+    "Step",
+    "agreed_error",
+]
 
 # How traces call the waits in which all ranks meet: after every step, and after one of training.
 END_OF_STEP = "end of step"
@@ -74,6 +77,168 @@ _FILLER = (
     "than others runs some of none. Let the layer take them, give all replicas as many rows, or "
     "use fully_shard(..., hybrid=True)."
 )
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+_LONGEST_TRACEBACK = 8000
+_LONGEST_MESSAGE = 2000
+_DOING = {
+    ActionKind.F: "the forward",
+    ActionKind.B: "the backward",
+    ActionKind.I: "the backward of the input",
+    ActionKind.W: "the backward of the weights",
+    ActionKind.REDUCE_GRAD: "the sum of its gradients",
+    ActionKind.STEP: "the step of the optimizer",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception of one rank.
+
+    Attributes:
+        rank: The rank in the mesh.
+        action: What the pipeline did, such as ``1F2``; empty before and after the actions.
+        kind: The exception's class.
+        message: Its text.
+        traceback: Where it was raised, from the layer or loss on that mpimesh has called.
+        is_shape: Whether it is a ShapeError.
+    """
+
+    rank: int
+    action: str
+    kind: str
+    message: str
+    traceback: str
+    is_shape: bool
+
+    @classmethod
+    def of(cls, error: Exception, rank: int, action: Action | None) -> Self:
+        """Describe `error`, raised on `rank` during `action`."""
+        text = readable(error).rstrip()
+        return cls(
+            rank=rank,
+            action="" if action is None else str(action),
+            kind=type(error).__name__,
+            message=_text(error),
+            traceback=text[-_LONGEST_TRACEBACK:],
+            is_shape=isinstance(error, ShapeError),
+        )
+
+    def headline(self, raised: str = "") -> str:
+        """Return what and where in one line; its class only if that is not the one `raised`."""
+        if not self.action:
+            # Many a message begins with its rank.
+            who = f"rank {self.rank}"
+            main = self.message.removeprefix(f"{who}: ")
+            if self.kind != raised:
+                main = f"{self.kind}: {main}"
+            return main if self.message.startswith(f"{who} ") else f"{who}: {main}"
+        action = Action.from_string(self.action)
+        part = "" if action.kind.is_whole else f" of microbatch {action.microbatch}"
+        doing = _DOING.get(action.kind, f"its {action.kind}")
+        return (
+            f"stage {action.stage} failed on rank {self.rank} in {doing}{part} ({self.action}): "
+            f"{self.kind}: {self.message}"
+        )
+
+    def is_like(self, other: Failure) -> bool:
+        """Tell whether another rank found the same of itself."""
+        return (self.kind, self._without_rank()) == (other.kind, other._without_rank())
+
+    def _without_rank(self) -> str:
+        return re.sub(rf"\brank {self.rank}\b", "rank", self.message)
+
+
+def _text(error: Exception) -> str:
+    """Return the text of any exception, also of one whose text cannot be made."""
+    try:
+        return str(error)[:_LONGEST_MESSAGE]
+    except Exception as another:
+        return f"its text could not be made: {type(another).__name__}"
+
+
+def agreed_error(failures: Sequence[Failure]) -> MpimeshError:
+    """Return the error that every rank raises for the `failures` of a step, in rank order.
+
+    If no stage had begun its work, it is of the class of the first failure. Else it is a
+    StageError, and a ShapeError too if the failure was one. What several ranks found is said once.
+    """
+    staged = [failure for failure in failures if failure.action]
+    first = (staged or list(failures))[0]
+    own = getattr(errors, first.kind, None)
+    kind: type[MpimeshError] = StageShapeError if first.is_shape else StageError
+    is_own = False
+    if not staged and isinstance(own, type) and issubclass(own, MpimeshError):
+        kind, is_own = own, True
+    raised = kind.__name__
+    lines: list[str] = []
+    left = [first, *(other for other in failures if other is not first)]
+    while left:
+        main = left[0]
+        same = [one.rank for one in left[1:] if one.is_like(main)]
+        left = [one for one in left[1:] if not one.is_like(main)]
+        lines.append(f"also {main.headline(raised)}" if lines else main.headline(raised))
+        if same:
+            lines.append(f"the same on {rank_names(same)}")
+    if not is_own:
+        lines.append(f"--- traceback of rank {first.rank} ---\n{first.traceback}")
+    error: MpimeshError = kind("\n".join(lines))
+    return on_all_ranks(error)
+
+
+class AbortedError(Exception):
+    """Another rank has failed: leave the step."""
+
+
+class AbortSignal:
+    """The signal by which a failed rank ends the waits of the others in one step.
+
+    A rank that fails sets it, once. It only wakes: what happened, and on which
+    ranks, is exchanged afterwards, when all have come out of their waits.
+    """
+
+    def __init__(self, scope: ProcessGroup) -> None:
+        self._scope = scope
+        self._probe = scope.communicator.probe
+        self._sends: list[Request] = []
+        self.is_set = False
+
+    def set(self) -> None:
+        """Tell all other ranks. Never waits."""
+        if self.is_set:
+            return
+        self.is_set = True
+        communicator = self._scope.communicator
+        note = np.ones(1, np.uint8)
+        self._sends = [
+            communicator.isend(note, peer, ABORT_TAG)
+            for peer in range(self._scope.size)
+            if peer != self._scope.rank
+        ]
+
+    def check(self) -> None:
+        """Raise AbortedError if another rank has set it."""
+        if self._scope.size > 1 and self._probe(ABORT_TAG) is not None:
+            raise AbortedError
+
+    def drain(self, setters: Iterable[int]) -> list[Request]:
+        """Take in the notes of all `setters`, so that none is left for a later step.
+
+        Returns:
+            What must be waited for, with this rank's own notes.
+        """
+        receives: list[RecvRequest] = [
+            self._scope.communicator.irecv(np.empty(1, np.uint8), peer, ABORT_TAG)
+            for peer in setters
+            if peer != self._scope.rank
+        ]
+        return [*receives, *self._sends]
+
+
+# -- the step --------------------------------------------------------------------------------------
 
 
 class Step:
@@ -432,105 +597,3 @@ def _agreed_error(engine: TrainingEngine, notes: list[dict[str, Any]]) -> Mpimes
     if error is None:
         return agreed_error([Failure(**note["failure"]) for note in notes if note["failure"]])
     return on_all_ranks(error)
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """A step of training as it was measured, and as its schedule predicts it.
-
-    Attributes:
-        step: Number of the step.
-        measured: What the ranks of one pipeline did when, from the first computation to the last.
-        predicted: The same schedule, simulated with the mean times that were measured; see
-            :func:`~mpimesh.schedule.predicted_step`.
-    """
-
-    step: int
-    measured: Timetable
-    predicted: Timetable
-
-    @property
-    def overhead_s(self) -> float:
-        """Seconds that a rank spent on an action beside computing and waiting, in the mean."""
-        return action_overhead_s(self.measured)
-
-    def to_svg(self) -> str:
-        """Draw both below each other on one time axis."""
-        schedule = self.measured.schedule
-        title = (
-            f"Training step {self.step}: {schedule.name}, {schedule.num_stages} stages, "
-            f"{schedule.num_microbatches} microbatches"
-        )
-        tables = {"measured": self.measured, "predicted": self.predicted}
-        return schedule_svg(tables, title=title)
-
-    def __str__(self) -> str:
-        lines = [
-            f"step {self.step} {what} {svg.duration(float(one.step_s))}, of which a rank is idle "
-            f"for {svg.duration(float(one.mean_bubble_s))}, {100 * one.bubble_fraction:.1f} %: "
-            f"{one.mean_idle()}"
-            for what, one in (("measured", self.measured), ("predicted", self.predicted))
-        ]
-        lines.append(f"each action cost {svg.duration(self.overhead_s)} beside its computation")
-        return "\n".join(lines)
-
-
-def report_step(engine: TrainingEngine) -> StepReport | None:
-    """Report the last training step, on the first rank of the mesh. Collective.
-
-    Raises:
-        TraceError: On every rank, if the tracers do not hold the whole step.
-    """
-    mesh = engine.mesh
-    events = gather_events(mesh, engine.tracer)
-    report, problem = None, None
-    if mesh.rank == 0:
-        everyone = list(mesh.group().ranks)
-        ranks = [everyone.index(rank) for rank in engine.pipe.ranks]
-        try:
-            report = _report(engine, last_step(events), ranks)
-        except MpimeshError as error:
-            problem = TraceError(
-                f"there is no whole step of training in the tracers: {error}; make the pipeline "
-                "with tracer=Tracer(mesh.rank) on every rank, and report after train_step"
-            )
-    scope = engine.scope
-    call = Call("step report", scope.name)
-    agree(scope, call, problem=problem)
-    return report
-
-
-def _report(engine: TrainingEngine, events: Sequence[Event], ranks: Sequence[int]) -> StepReport:
-    places = {rank: place for place, rank in enumerate(ranks)}
-    mine = [replace(event, rank=places[event.rank]) for event in events if event.rank in places]
-    count = len({event.microbatch for event in mine if event.category == "forward"})
-    if not count:
-        raise TraceError("no forward was recorded")
-    measured = measured_step(
-        engine.plans.schedule(count, training=True), mine, skips=engine.plans.edges.skips
-    )
-    return StepReport(engine.step, measured, predicted_step(measured))
-
-
-def last_step(events: Iterable[Event]) -> list[Event]:
-    """Return the events of each rank's last whole step of training.
-
-    Args:
-        events: Of any ranks, in the order in which each rank recorded its own.
-    """
-    ranks: dict[int, list[Event]] = {}
-    for event in events:
-        ranks.setdefault(event.rank, []).append(event)
-    return [event for one in ranks.values() for event in _last_step(one)]
-
-
-def _last_step(events: list[Event]) -> list[Event]:
-    """Cut the last step out of one rank's events: steps of training end with their gradients."""
-    names = [event.name if event.category == "wait" else "" for event in events]
-    ends = [place for place, name in enumerate(names) if name == END_OF_STEP]
-    trained = [place for place, name in enumerate(names) if name == GRADIENTS]
-    if not trained:
-        return []
-    # Its own end of step comes before its gradients; the one before that closed the step before.
-    earlier = [place for place in ends if place < trained[-1]][:-1]
-    return events[earlier[-1] + 1 if earlier else 0 : trained[-1]]

@@ -31,7 +31,6 @@ from mpimesh.parallel.gradients.buckets import GRAD_DTYPE, GradientBuckets
 from mpimesh.parallel.gradients.entries import Plan
 from mpimesh.parallel.gradients.layer_values import LayerValues
 from mpimesh.parallel.header import StepExchanges, fingerprint
-from mpimesh.parallel.interface import Interface
 from mpimesh.parallel.links import Links
 from mpimesh.parallel.microbatch import check_microbatches
 from mpimesh.parallel.plans import Plans, ScheduleLike
@@ -48,7 +47,7 @@ from mpimesh.parallel.stage import (
     named_places,
     uses_of,
 )
-from mpimesh.parallel.task import Task, input_title
+from mpimesh.parallel.task import Interface, Task, input_title
 from mpimesh.parallel.tensor_model import TensorModel, who_holds
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike

@@ -10,8 +10,8 @@ import numpy as np
 
 from mpimesh import nn
 from mpimesh.parallel import PipelineStage
-from mpimesh.parallel.interface import check_output
 from mpimesh.parallel.microbatch import flatten
+from mpimesh.parallel.task import check_output
 from tests.helpers.parallel_values import SEED, Mixed, Rows, Spec, TreeLoss
 
 Skips = Sequence[tuple[int, int]]

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mpimesh.errors import ModuleError, ModuleStateError, ShapeError, TransportError
-from mpimesh.parallel.interface import (
+from mpimesh.parallel.microbatch import LEAF, Structure, flatten, tree_map
+from mpimesh.parallel.task import (
     FIRST_PIECE_BYTES,
     Interface,
     Leaf,
+    Task,
     check_gradient,
     check_output,
     length_of,
     pieces,
 )
-from mpimesh.parallel.microbatch import LEAF, Structure, flatten, tree_map
-from mpimesh.parallel.task import Task
 from tests.helpers.raises import raises
 
 DTYPES = st.sampled_from(["float64", "float32", "float16", "int8", "bool", "complex64", "M8[s]"])

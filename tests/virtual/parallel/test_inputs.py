@@ -18,8 +18,8 @@ from mpimesh.errors import (
     UnknownNameError,
 )
 from mpimesh.parallel import DataParallel, PipelineStage
-from mpimesh.parallel.interface import first_gradient
 from mpimesh.parallel.microbatch import LEAF, Structure, flatten, microbatch_rows
+from mpimesh.parallel.task import first_gradient
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import on_ranks
 from tests.helpers.parallel_schedules import all_on_one

@@ -14,7 +14,7 @@ import mpimesh as mm
 from mpimesh import nn
 from mpimesh.errors import TraceError
 from mpimesh.parallel import PipelineParallel, PipelineStage
-from mpimesh.parallel.step import last_step
+from mpimesh.parallel.pipeline import last_step
 from mpimesh.schedule import ActionKind
 from mpimesh.trace import Event
 from tests.helpers.parallel_models import batch, cut, make_pipeline, on_ranks
