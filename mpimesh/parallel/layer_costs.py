@@ -241,7 +241,8 @@ def _measured_everywhere(
     medians = []
     for times in zip(*(one["times"] for one in everyone), strict=True):
         *seconds, output_bytes = zip(*times, strict=True)
-        medians.append(LayerTime(*map(median, seconds), output_bytes[0]))
+        forward_s, input_s, weight_s = map(median, seconds)
+        medians.append(LayerTime(forward_s, input_s, weight_s, output_bytes[0]))
     return medians
 
 

@@ -541,7 +541,10 @@ def _rules(costs: Costs) -> dict[str, Rule]:
     inputs = list(accumulate(map(add, costs.backward_input_s, (0, *costs.message_s))))
     forwards = map(add, costs.forward_s[::-1], (0, *costs.message_s[::-1]))
     _, *outputs = accumulate(forwards, initial=inputs[-1])
-    to_end = {ActionKind.F: outputs[::-1], ActionKind.I: inputs}
+    to_end: dict[ActionKind, list[Seconds]] = {
+        ActionKind.F: outputs[::-1],
+        ActionKind.I: inputs,
+    }
 
     def left_s(action: Action) -> Seconds:
         return to_end[action.kind][action.stage]
