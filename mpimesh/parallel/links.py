@@ -112,9 +112,7 @@ class Links:
                 peer, forward = placement[far], stage < far
                 tags = message_tags(number, f"stages {pair[0]} and {pair[1]}")
                 self.sending[stage, far] = SendLink(self, stage, peer, tags[not forward])
-                self.receiving[stage, far] = RecvLink(
-                    self, (stage, far), number, peer, tags[forward]
-                )
+                self.receiving[stage, far] = RecvLink(self, (stage, far), peer, tags[forward])
 
     # -- while the model is made: rows of loans -----------------------------------------------
 
@@ -166,7 +164,7 @@ class Links:
         for (stage, _), sender in self.sending.items():
             sender.is_news = stage not in announced
         for ends, receiver in self.receiving.items():
-            receiver.begin(plan.most_waiting.get(receiver.key, 0), announced)
+            receiver.begin(plan.most_waiting.get(ends[::-1], 0), announced)
             if receiver.loans is None:
                 receiver.microbatches.extend(plan.received.get(ends, ()))
                 receiver.post_ahead()
@@ -466,23 +464,19 @@ class RecvLink:
     """The receiving end: to a stage of this rank from one of another.
 
     Attributes:
-        key: The number of the edge, and RECV_F or RECV_B.
         peer: The sending rank of the pipeline.
         source: The stage whose interface the arrays have.
         loans: Where they are borrowed; None if they are received.
         microbatches: Those whose receives are still to be posted.
     """
 
-    def __init__(
-        self, links: Links, ends: tuple[int, int], number: int, peer: int, tag: int
-    ) -> None:
+    def __init__(self, links: Links, ends: tuple[int, int], peer: int, tag: int) -> None:
         stage, far = ends
         self._links = links
         self._forward = far < stage
         self._far = far
         self._tag = tag
         self.peer = peer
-        self.key = number, ActionKind.RECV_F if self._forward else ActionKind.RECV_B
         self.source = min(ends)
         self.loans: Borrowing | None = None
         self.microbatches: deque[int] = deque()

@@ -44,7 +44,6 @@ __all__ = [
     "Plans",
     "ScheduleLike",
     "StepPlan",
-    "message_tag",
     "message_tags",
 ]
 
@@ -80,16 +79,16 @@ class StepPlan:
             stage that trains. STEP is left out: parameters are changed when all ranks have
             agreed that the whole step went well, which is after the last action of any.
         send_window: Most of its sends that may be unfinished while it goes on.
-        most_waiting: For each channel on which it receives, by the number of the edge and
-            RECV_F or RECV_B, the most messages that can have been sent and not yet received:
-            more receives than these posted at a time never find a message sooner.
+        most_waiting: By the stage that sends and the one here, the most messages that can have
+            been sent and not yet received: more receives than these posted at a time never find
+            a message sooner.
         received: The microbatches of which messages come, in order, by the stage that they come
             to and the one that they come from.
     """
 
     actions: tuple[Action, ...]
     send_window: int
-    most_waiting: Mapping[tuple[int, ActionKind], int] = field(default_factory=dict)
+    most_waiting: Mapping[tuple[int, int], int] = field(default_factory=dict)
     received: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict)
 
 
@@ -171,23 +170,14 @@ class Plans:
             if action.kind.is_recv:
                 ends = action.stage, action.far_stage
                 received.setdefault(ends, []).append(action.microbatch)
+        # Without the gradients of stages that do not train, more outputs may be on their way.
+        pruned = replace(lowered, ranks=ranks)
         return StepPlan(
             ranks[self._rank],
             max(proof.send_window, _FEWEST_UNFINISHED_SENDS),
-            self._most_waiting(replace(lowered, ranks=ranks)),
+            most_waiting(pruned, self._rank) if pruned.is_lowered else {},
             received,
         )
-
-    def _most_waiting(self, lowered: Schedule) -> dict[tuple[int, ActionKind], int]:
-        # Without the gradients of stages that do not train, more outputs may be on their way.
-        most = most_waiting(lowered, self._rank) if lowered.is_lowered else {}
-        return {
-            (
-                self.edges.between(source, destination),
-                ActionKind.RECV_F if source < destination else ActionKind.RECV_B,
-            ): count
-            for (source, destination), count in most.items()
-        }
 
     def _proof(self, training: bool, num_microbatches: int) -> tuple[Schedule, Proof]:
         """Return a schedule that is proved correct, and the proof."""
@@ -269,21 +259,6 @@ def _pruned(actions: Sequence[Action], first_trained: int) -> Iterator[Action]:
                 yield action
         elif action.kind is not ActionKind.SEND_B or action.far_stage >= first_trained:
             yield action
-
-
-def message_tag(action: Action, edges: Edges | None = None) -> int:
-    """Return the tag of a SEND, or of the SEND that a RECV belongs to.
-
-    Args:
-        action: The SEND or RECV.
-        edges: Those of the pipeline. Messages between neighbours do not need them.
-
-    Raises:
-        ScheduleError: If the action moves no message, or one along an edge that is not among
-            `edges`, or there are too many edges.
-    """
-    number = (Edges(action.stage + 2) if edges is None else edges).number(action)
-    return message_tags(number, action)[action.kind in (ActionKind.SEND_B, ActionKind.RECV_B)]
 
 
 def message_tags(number: int, what: object) -> tuple[int, int]:

@@ -10,8 +10,8 @@ import mpimesh as mm
 from mpimesh import nn
 from mpimesh.errors import MpimeshError
 from mpimesh.parallel import PipelineStage
-from mpimesh.parallel.plans import ABORT_TAG, message_tag
-from mpimesh.schedule import Action, ActionKind
+from mpimesh.parallel.plans import ABORT_TAG, message_tags
+from mpimesh.schedule import Action, ActionKind, Edges
 from tests.helpers.parallel_models import cut
 
 
@@ -82,6 +82,12 @@ def error_of(call: Callable[[], object]) -> MpimeshError:
     with pytest.raises(MpimeshError) as caught:
         call()
     return caught.value
+
+
+def message_tag(action: Action, edges: Edges | None = None) -> int:
+    """Return the tag of a SEND or RECV; messages between neighbours need no `edges`."""
+    number = (Edges(action.stage + 2) if edges is None else edges).number(action)
+    return message_tags(number, action)[action.kind in (ActionKind.SEND_B, ActionKind.RECV_B)]
 
 
 def assert_nothing_left(mesh: mm.DeviceMesh) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from mpimesh.comm import MAX_USER_TAG
 from mpimesh.errors import ScheduleError
-from mpimesh.parallel.plans import ABORT_TAG, MAX_EDGES, Plans, message_tag
+from mpimesh.parallel.plans import ABORT_TAG, MAX_EDGES, Plans
 from mpimesh.schedule import (
     Action,
     ActionKind,
@@ -19,6 +19,7 @@ from mpimesh.schedule import (
     validate,
 )
 from mpimesh.schedule.generators import forward_schedule
+from tests.helpers.parallel_traps import message_tag
 from tests.helpers.raises import raises
 from tests.helpers.random_schedules import skips_of
 

@@ -10,7 +10,6 @@ from mpimesh.parallel.plans import Plans
 from mpimesh.schedule import (
     Action,
     ActionKind,
-    Edges,
     Schedule,
     lower,
     make_schedule,
@@ -124,18 +123,17 @@ def test_a_rank_that_does_not_exist_is_told():
         most_waiting(make_schedule("gpipe", 2, 2), 2)
 
 
-def test_plans_have_it_by_edge_and_direction():
+def test_plans_have_it_by_sender_and_receiver():
     plans = Plans("1f1b", 4, 8, num_ranks=4, rank=1, skips=[(1, 3)])
-    edges = Edges(4, ((1, 3),))
     plan = plans.plan(8, training=True)
-    channels = {(edges.number(one), one.kind): one for one in plan.actions if one.kind.is_recv}
-    assert plan.most_waiting.keys() == channels.keys()
-    assert plan.most_waiting[0, K.RECV_F] == 4
-    assert plan.most_waiting[1, K.RECV_B] == 3
-    assert plan.most_waiting[3, K.RECV_B] == 3
+    channels = {(one.far_stage, one.stage) for one in plan.actions if one.kind.is_recv}
+    assert plan.most_waiting.keys() == channels
+    assert plan.most_waiting[0, 1] == 4
+    assert plan.most_waiting[2, 1] == 3
+    assert plan.most_waiting[3, 1] == 3
     # Where nothing before stage 1 trains, no gradient holds stage 0 back.
     pruned = plans.plan(8, training=True, first_trained=1)
-    assert pruned.most_waiting[0, K.RECV_F] == 8
-    assert plans.plan(8, training=False).most_waiting == {(0, K.RECV_F): 8}
+    assert pruned.most_waiting[0, 1] == 8
+    assert plans.plan(8, training=False).most_waiting == {(0, 1): 8}
     assert plans.plan(0, training=True).most_waiting == {}
     assert Plans("gpipe", 1, 8, num_ranks=1, rank=0).plan(8, training=True).most_waiting == {}

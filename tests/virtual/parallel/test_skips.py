@@ -13,13 +13,12 @@ from mpimesh import nn
 from mpimesh.errors import MismatchError, ScheduleError, StageError, StageShapeError
 from mpimesh.parallel import PipelineStage
 from mpimesh.parallel.microbatch import microbatch_rows
-from mpimesh.parallel.plans import message_tag
 from mpimesh.schedule import Action, ActionKind
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import on_ranks
 from tests.helpers.parallel_schedules import all_on_one
 from tests.helpers.parallel_skips import EXTRA, skip_stages, skips_alone
-from tests.helpers.parallel_traps import Reshaped, Trap, assert_nothing_left, error_of
+from tests.helpers.parallel_traps import Reshaped, Trap, assert_nothing_left, error_of, message_tag
 from tests.helpers.parallel_values import (
     Rows,
     TreeLoss,
