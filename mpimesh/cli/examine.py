@@ -31,10 +31,10 @@ from mpimesh.cli.facts import (
 )
 from mpimesh.comm import Communicator
 from mpimesh.comm.algorithms import Row
+from mpimesh.comm.arena import Node
 from mpimesh.comm.cuda_probe import PROCESS_PROBE, ProbeResult
 from mpimesh.comm.device_communicator import device_communicator
 from mpimesh.comm.mpi_environment import cache_problem, clear_cache
-from mpimesh.comm.node import Node
 from mpimesh.errors import MpimeshError, SettingsError, TransportError
 from mpimesh.runtime import DeviceMesh, Launch, ProcessGroup
 from mpimesh.runtime.agreement import agree

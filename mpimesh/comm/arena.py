@@ -6,7 +6,7 @@ the windows of `MPI_Win_allocate_shared`, taking memory needs no other rank; the
 size of /dev/shm does not limit it, so neither MPI's crash there nor a bus error
 can happen; and since it has no name, nothing stays behind however the process
 ends. Others open it as ``/proc/<pid>/fd/<number>``, which the system lets
-processes of the same user do.
+processes of the same user do, and look for a token in it (:class:`Node`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import socket
 import sys
 import weakref
 from bisect import bisect_right, insort
@@ -21,18 +22,20 @@ from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE
+from pathlib import Path
 from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
+from mpimesh.arguments import digest_bits
 from mpimesh.arrays.memory import address_of, memory_at
 from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.engine import BELL_BYTES, Doorbell
 from mpimesh.errors import TransportError
 
-__all__ = ["Arena", "FreeList", "WarmParts", "bell_of", "map_file"]
+__all__ = ["Arena", "FreeList", "Node", "WarmParts", "bell_of"]
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -258,6 +261,86 @@ def _map_most(fd: int) -> HostArray:
                 raise TransportError(
                     f"no address space for memory that other ranks can open: {error}"
                 ) from None
+
+
+# -- the arenas of a node ----------------------------------------------------------------------
+
+
+class Node:
+    """This process's arena, and those of others on its node that it has opened.
+
+    Args:
+        part: Stands for a part of the node that is taken for a node of its own.
+
+    Attributes:
+        arena: The memory of this process; None if there can be none.
+        why_not: Why there is none.
+    """
+
+    def __init__(self, part: int = 0) -> None:
+        self.arena: Arena | None = None
+        self.why_not = ""
+        self._key = _node_key(part)
+        self._opened: dict[tuple[int, ...], HostArray] = {}
+        self._kept: list[HostArray | None] = []
+        try:
+            self.arena = Arena()
+        except TransportError as error:
+            self.why_not = str(error)
+
+    @property
+    def address(self) -> tuple[int, ...]:
+        """Node, process, file, token and length: what others need to find this memory."""
+        if self.arena is None:
+            return (self._key, 0, -1, 0, 0)
+        return (self._key, os.getpid(), self.arena.fd, self.arena.token, self.arena.nbytes)
+
+    def keep(self, memory: HostArray | None) -> None:
+        """Never hand `memory` out again: other processes may still look at it."""
+        self._kept.append(memory)
+
+    def open(self, address: tuple[int, ...]) -> HostArray:
+        """Return the memory of the process with this address, as bytes.
+
+        Raises:
+            TransportError: If it cannot be opened, or is not what the address says.
+        """
+        if address not in self._opened:
+            self._opened[address] = _open(address)
+        return self._opened[address]
+
+
+def _open(address: tuple[int, ...]) -> HostArray:
+    _, pid, fd, token, nbytes = address
+    if fd < 0:
+        raise TransportError(f"process {pid} has no memory for others")
+    try:
+        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransportError(f"the memory of process {pid} cannot be opened: {error}") from None
+    try:
+        if os.fstat(own).st_size != nbytes:
+            raise TransportError(f"file {fd} of process {pid} is not its memory")
+        found = map_file(own, nbytes)
+    except OSError as error:
+        raise TransportError(f"the memory of process {pid} cannot be mapped: {error}") from None
+    finally:
+        os.close(own)
+    if found[:8].view(np.int64)[0] != token:
+        raise TransportError(f"file {fd} of process {pid} is not its memory")
+    return found
+
+
+def _node_key(part: int) -> int:
+    """Return a number that two processes share only if they see each other's process numbers."""
+    boot, numbers = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    facts = [
+        socket.gethostname(),
+        str(part),
+        boot.read_text().strip() if boot.exists() else "",
+        str(numbers.readlink()) if numbers.is_symlink() else "",  # containers have their own
+    ]
+    return digest_bits("|".join(facts).encode(), 63)
 
 
 # -- which parts are free ----------------------------------------------------------------------

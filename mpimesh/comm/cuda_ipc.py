@@ -29,7 +29,6 @@ Ranks are added in their order by whoever adds, so the result is the same to the
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import socket
 import sys
@@ -44,6 +43,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from mpimesh.arguments import digest_bits
 from mpimesh.arrays.namespace import Array, DType
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.device_strategy import (
@@ -638,7 +638,7 @@ def node_key() -> int:
     """Return a number that processes share only if they run on one start of one machine."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     facts = f"{socket.gethostname()}|{boot.read_text() if boot.exists() else ''}"
-    return _digest(facts)
+    return digest_bits(facts.encode(), 63)
 
 
 def gpu_key() -> int:
@@ -647,14 +647,11 @@ def gpu_key() -> int:
     device = runtime.getDevice()
     properties = runtime.getDeviceProperties(device)
     # Both: CuPy cuts the UUID off at a zero byte, and the parts of a GPU share its place.
-    return _digest(f"{properties.get('uuid')}|{runtime.deviceGetPCIBusId(device)}")
+    place = f"{properties.get('uuid')}|{runtime.deviceGetPCIBusId(device)}"
+    return digest_bits(place.encode(), 63)
 
 
 def process_key() -> int:
     """Return a number that no other process of the node has."""
-    return _digest(f"{os.getpid()}|{Path('/proc/self/stat').read_text().split()[21]}")
-
-
-def _digest(text: str) -> int:
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    begin = Path("/proc/self/stat").read_text().split()[21]
+    return digest_bits(f"{os.getpid()}|{begin}".encode(), 63)

@@ -7,7 +7,6 @@ out about the MPI of this one.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import os
 import shutil
@@ -18,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from mpimesh.arguments import digest_text
 
 __all__ = [
     "CUDA_MODULE",
@@ -207,7 +208,7 @@ def clear_cache() -> None:
 
 def digest(*texts: str) -> str:
     """Return 16 hexadecimal digits that stand for `texts`."""
-    return hashlib.blake2b("\0".join(texts).encode(), digest_size=8).hexdigest()
+    return digest_text("\0".join(texts).encode())
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -42,10 +42,9 @@ from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.algorithms import Ways
 from mpimesh.comm.engine import ProgressEngine, StagedRequest, Steps, run_steps
 from mpimesh.comm.mpi import MPICommunicator
-from mpimesh.comm.notes import Operation, enter, operation_number
 from mpimesh.comm.region_shared import SharedRegions
 from mpimesh.comm.requests import Request, agreed_counts
-from mpimesh.comm.shared_window import NOT_READ, SharedWindow, WindowEntry
+from mpimesh.comm.shared_window import NOT_READ, SharedWindow, WindowEntry, enter
 from mpimesh.comm.shared_work import (
     all_to_all_staged,
     chunks_of,
@@ -55,6 +54,7 @@ from mpimesh.comm.shared_work import (
     reduce_parts,
     share,
 )
+from mpimesh.comm.signatures import Operation, operation_number
 from mpimesh.errors import TransportError
 
 __all__ = ["NO_RANK", "OverNodes", "Rails"]
@@ -179,10 +179,6 @@ class OverNodes:
     def prepare(self, name: str, ways: Ways, *arguments: Any) -> Callable[[], Request]:
         """Return what starts a collective with the same arrays again and again."""
         return partial(self.start, name, ways, *arguments)
-
-    def close(self) -> None:
-        """End what has not ended; what was started by then raises when it is tested."""
-        self._window.close()
 
     # -- steps -----------------------------------------------------------------------
 

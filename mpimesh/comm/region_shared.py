@@ -38,7 +38,10 @@ the order of the exchanges.
 
 A rank in another operation is found by those who take of it; it may have found them before.
 
-What others read is a rank's block where it lies, or a copy (`region_offers.py`).
+What others read is a rank's block where it lies, or a copy. A block that others take of and that
+does not lie in the arena is copied there first, as far as they take of it: one copy more, where
+messages have three. So may be a small one that lies there, for its rank need then not wait until
+all others have read it.
 
 What is the same again in each exchange of a kind is worked out once: arrays come and go, but the
 places where they lie come back. One that is started many times is one request, made ready anew.
@@ -46,19 +49,19 @@ places where they lie come back. One that is started many times is one request, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
-from typing import Self, cast
+from typing import NamedTuple, Self, cast
 
 import numpy as np
 
 from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Moved, ProgressEngine
-from mpimesh.comm.notes import EXCHANGE, mismatch
 from mpimesh.comm.region_messages import MessageExchange
-from mpimesh.comm.region_offers import NO_OFFER, Block, Copies, CopyRule, copied_boxes
 from mpimesh.comm.regions import (
     Blocks,
     Call,
@@ -66,19 +69,23 @@ from mpimesh.comm.regions import (
     check_contiguous,
     check_dtypes,
     check_regions,
+    copied_boxes,
+    copying,
     described_bytes,
     descriptor,
     kind_of,
     piece_work,
     pieces_of,
+    raw_dtype,
 )
 from mpimesh.comm.requests import Request, all_done
-from mpimesh.comm.shared_window import NOT_READ, Note, SharedWindow
+from mpimesh.comm.shared_window import NOT_READ, Cells, Note, SharedWindow
 from mpimesh.comm.shared_work import do_at_once
+from mpimesh.comm.signatures import EXCHANGE, mismatch
 from mpimesh.errors import MismatchError, MpimeshError
-from mpimesh.layout.boxes import Regions, volume
+from mpimesh.layout.boxes import Regions, view, volume
 
-__all__ = ["SharedRegions"]
+__all__ = ["CopyRule", "SharedRegions"]
 
 _AT_A_TIME = 4
 """Pieces that are read before other operations have a turn."""
@@ -96,6 +103,68 @@ _MOST_NOTES = 16
 _MOST_PIECES = 64
 """Of larger exchanges, working the pieces out costs little beside reading them."""
 
+_REUSED_BYTES = 32 << 20
+"""Largest copy whose memory is used for the next, for fresh memory costs more than the copy."""
+
+_SMALL_PART = 8
+_LARGEST = 16 << 20
+"""No more than an eighth of a block up to this size counts as its edges."""
+
+_MOST_OFFERS = 16
+_NOTHING: HostArray = np.empty(0, np.uint8)
+
+
+# -- offers: where others read a block, or a copy that is made for them -------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRule:
+    """Rule for blocks that are copied though others could read them where they lie.
+
+    Attributes:
+        block_bytes: Those up to this size.
+        part_bytes: Larger ones of which no more than this, and a small part, is taken: the edges
+            of a block, for a halo. The copy takes as much address space as the block.
+    """
+
+    block_bytes: int
+    part_bytes: int
+
+    @staticmethod
+    def for_ranks(ranks: int) -> CopyRule:
+        """Return the rule for so many ranks on this node.
+
+        To wait until all readers are through is worth a copy where ranks share cores. Where each
+        has its own, they read at the same time, and only the smallest blocks are copied.
+        """
+        # Not the cores that this process may use: a rank that is bound has but one.
+        crowded = ranks > (os.cpu_count() or 1)
+        return CopyRule(1 << 20 if crowded else 64 << 10, 128 << 10)
+
+    def copies(self, nbytes: int, given_bytes: int) -> bool:
+        """Tell whether a block is copied, of which the others take so much."""
+        return nbytes <= self.block_bytes or (
+            given_bytes <= self.part_bytes and _SMALL_PART * given_bytes <= nbytes <= _LARGEST
+        )
+
+
+class _Offer(NamedTuple):
+    """A rank's block, as the others of its node can read it.
+
+    Attributes:
+        at: Where it begins in the arena; -1 if there is no room.
+        is_read: Whether others read the block itself, and no copy of it.
+        fill: What copies all that others take. Doing it again is harmless.
+    """
+
+    at: int
+    is_read: bool = False
+    fill: tuple[Call, ...] = ()
+
+
+_NO_OFFER = _Offer(NOT_READ)
+"""The offer of a rank from which nobody takes anything."""
+
 
 # -- exchanges -------------------------------------------------------------------------
 
@@ -112,6 +181,8 @@ class SharedRegions:
         here: Which ranks of the communicator are on this node, in the window's order.
 
     Attributes:
+        window: The ranks of this node.
+        messages: The communicator.
         rule: Which blocks are copied before others take of them, though they could read them where
             they lie.
         copies: The memory for that.
@@ -125,39 +196,16 @@ class SharedRegions:
         chain: Hashable,
         here: Sequence[int],
     ) -> None:
-        self._window = window
+        self.window = window
+        self.messages = messages
+        self.rule = CopyRule.for_ranks(window.size)
+        self.copies = _Copies(window)
         self._engine = engine
-        self._messages = messages
         self._chain = chain
         self._here = here
         self._plans: dict[tuple[Regions, Kind, Kind], _Plan] = {}
-        self.rule = CopyRule.for_ranks(window.size)
-        self.copies = Copies(window)
-
-    def start(
-        self,
-        source: HostArray | None,
-        target: HostArray | None,
-        regions: Regions,
-        max_bytes: int = 0,
-    ) -> Request:
-        """Copy or reduce boxes of the ranks' blocks into boxes of `target`.
-
-        Raises:
-            MpimeshError: At once, on this rank alone, if the arrays do not fit.
-        """
-        return self._exchange(source, target, regions, max_bytes).begin()
 
     def prepare(
-        self, source: HostArray | None, target: HostArray | None, regions: Regions
-    ) -> Callable[[], Request]:
-        """Return what starts the same between the same arrays, as often as wanted. Local.
-
-        Each start is after the last one has settled. Errors as of :meth:`start`.
-        """
-        return self._exchange(source, target, regions, often=True).begin
-
-    def _exchange(
         self,
         source: HostArray | None,
         target: HostArray | None,
@@ -165,40 +213,42 @@ class SharedRegions:
         max_bytes: int = 0,
         *,
         often: bool = False,
-    ) -> SharedExchange:
-        messages = self._messages
+    ) -> Callable[[], Request]:
+        """Return what starts to copy or reduce boxes of the ranks' blocks into boxes of `target`.
+
+        Args:
+            source: This rank's block, if it gives any.
+            target: Where it takes to.
+            regions: What it takes and gives.
+            max_bytes: Most memory for packed messages at a time; 0 for no limit.
+            often: Whether it is started again and again, each time after the last one has settled.
+
+        Raises:
+            MpimeshError: At once, on this rank alone, if the arrays do not fit.
+        """
+        rank, size = self.messages.rank, self.messages.size
         key = (regions, kind_of(source), kind_of(target))
         plan = self._plans.get(key)
         if plan is None:
-            check_regions(regions, messages.rank, messages.size, source, target)
+            check_regions(regions, rank, size, source, target)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = _Plan(self._window, self._here, regions, source, target)
+            plan = self._plans[key] = _Plan(self.window, self._here, regions, source, target)
         else:
-            check_contiguous(messages.rank, source, target)
+            check_contiguous(rank, source, target)
         bound = plan.bind(source, target, self.rule)
         return SharedExchange(
-            self._window,
-            self._engine,
-            self._chain,
-            messages,
-            self.copies,
-            bound,
-            (source, target),
-            max_bytes,
-            often=often,
-        )
+            self, self._engine, self._chain, bound, (source, target), max_bytes, often=often
+        ).begin
 
 
 class SharedExchange(Moved):
     """An exchange of regions, of which a rank waits for its owners and readers only.
 
     Args:
-        window: The ranks of this node.
+        regions: The exchanges of these ranks.
         engine: Moves it along until it is settled.
         chain: What the ranks do in the window, in its order.
-        messages: All ranks, for what goes by messages.
-        copies: The memory for copies of this rank's block.
         bound: What this rank does, and between which arrays.
         arrays: These arrays, which it keeps until it is over.
         max_bytes: Most memory for packed messages at a time; 0 for no limit.
@@ -208,25 +258,22 @@ class SharedExchange(Moved):
     __slots__ = (
         "_arrays",
         "_bound",
-        "_copies",
         "_max_bytes",
-        "_messages",
         "_offer",
         "_often",
         "_parts",
         "_plan",
         "_refusal",
+        "_regions",
         "_rest",
         "_window",
     )
 
     def __init__(
         self,
-        window: SharedWindow,
+        regions: SharedRegions,
         engine: ProgressEngine,
         chain: Hashable,
-        messages: Communicator,
-        copies: Copies,
         bound: _Bound,
         arrays: tuple[HostArray | None, HostArray | None],
         max_bytes: int,
@@ -234,15 +281,14 @@ class SharedExchange(Moved):
         often: bool,
     ) -> None:
         super().__init__(engine, chain)
-        self._window = window
-        self._messages = messages
-        self._copies = copies
+        self._regions = regions
+        self._window = regions.window
         self._plan = bound.plan
         self._bound = bound
         self._arrays = arrays
         self._max_bytes = max_bytes
         self._often = often
-        self._offer = NO_OFFER
+        self._offer = _NO_OFFER
         self._parts: tuple[Call, ...] | None = None
         self._rest: Request | None = None
         self._refusal: MpimeshError | None = None
@@ -258,7 +304,7 @@ class SharedExchange(Moved):
             if not window.has_room():
                 window.look_elsewhere()
                 return False
-            self._offer = self._copies.offer(self._bound.block)
+            self._offer = self._regions.copies.offer(self._bound)
             self.number = number = window.published + 1
         if window.published < number:
             at, _, fill = self._offer
@@ -300,7 +346,7 @@ class SharedExchange(Moved):
             return False
         if not self._often:
             # The engine, or the program, may hold this request for a while yet.
-            self._bound, self._arrays, self._offer = _LET_GO, (None, None), NO_OFFER
+            self._bound, self._arrays, self._offer = _LET_GO, (None, None), _NO_OFFER
             self._rest = None
         if self._refusal is not None:
             raise self._refusal
@@ -314,10 +360,11 @@ class SharedExchange(Moved):
         if operations.count(EXCHANGE) != len(operations):
             ranks = [plan.rank, *plan.owners]
             self._refusal = mismatch([EXCHANGE, *operations], ranks=ranks, on_all=False)
-            self._offer = NO_OFFER  # nor may the readers ever come
+            self._offer = _NO_OFFER  # nor may the readers ever come
             return ()
         try:
-            plan.check(notes)
+            descriptors = [plan.descriptor, *[note[2] for note in notes]]
+            check_dtypes(dict(zip([plan.rank, *plan.owners], descriptors, strict=True)))
             if plan.is_far or self._offer.at < 0 or -1 in [note[1] for note in notes]:
                 self._rest = self._by_messages(notes)
                 return ()
@@ -337,7 +384,7 @@ class SharedExchange(Moved):
         (source, target), plan = self._arrays, self._plan
         gives = plan.gives if self._offer.at < 0 else plan.far_gives
         blocks = self._bound.blocks(notes)
-        messages, most = self._messages, self._max_bytes
+        messages, most = self._regions.messages, self._max_bytes
         return all_done(
             MessageExchange(messages, source, None, gives, {}, most),
             MessageExchange(messages, source, target, plan.takes, blocks, most),
@@ -373,28 +420,8 @@ class _Plan:
         owner_bells: Their bells.
         reader_cells: The cells of the ranks that read of this one.
         reader_bells: Their bells.
+        boxes: What is copied of its block, where they do not read that itself.
     """
-
-    __slots__ = (
-        "_bound",
-        "_boxes",
-        "_given_bytes",
-        "at_once",
-        "descriptor",
-        "far_gives",
-        "gives",
-        "is_far",
-        "owner_bells",
-        "owner_cells",
-        "owner_places",
-        "owners",
-        "pieces",
-        "rank",
-        "reader_bells",
-        "reader_cells",
-        "takes",
-        "window",
-    )
 
     def __init__(
         self,
@@ -419,9 +446,9 @@ class _Plan:
         self.owner_bells = window.bells_of(self.owner_places)
         self.reader_cells = window.cells_of(readers)
         self.reader_bells = window.bells_of(readers)
-        self._boxes = copied_boxes(regions, source.shape) if readers and source is not None else ()
+        self.boxes = copied_boxes(regions, source.shape) if readers and source is not None else ()
         itemsize = 0 if source is None else source.itemsize
-        self._given_bytes = itemsize * sum(map(volume, self._boxes))
+        self._given_bytes = itemsize * sum(map(volume, self.boxes))
         self.pieces = []
         self.at_once = True
         if target is not None and target.nbytes and not self.is_far:
@@ -444,23 +471,15 @@ class _Plan:
         bound = self._bound.get((source_at, target_at))
         if bound is None:
             copied = source is not None and rule.copies(source.nbytes, self._given_bytes)
-            own = _in_arena(window, source, source_at)
-            block = Block(own, source_at, self._boxes, self.reader_cells, copied=copied)
-            bound = _Bound(self, block, own, _in_arena(window, target, target_at))
+            own, into = (
+                _in_arena(window, *each) for each in ((source, source_at), (target, target_at))
+            )
+            bound = _Bound(self, own, into, source_at, copied=copied)
             if source_at >= 0 and target_at >= 0:
                 if len(self._bound) >= _MOST_PLACES:
                     self._bound.clear()
                 self._bound[source_at, target_at] = bound
         return bound
-
-    def check(self, notes: Sequence[Note]) -> None:
-        """See whether the owners' arrays have the dtype of this rank's.
-
-        Raises:
-            MismatchError: If not.
-        """
-        descriptors = {owner: note[2] for owner, note in zip(self.owners, notes, strict=True)}
-        check_dtypes({self.rank: self.descriptor, **descriptors})
 
 
 class _Bound:
@@ -468,26 +487,54 @@ class _Bound:
 
     Args:
         plan: The plan.
-        block: This rank's block, as others take of it.
-        source: The same, as this rank does.
+        source: This rank's block.
         target: What this rank takes into.
+        at: Where the block begins in the arena; -1 for an ordinary array.
+        copied: Whether it is copied though it lies in the arena.
 
     Attributes:
         plan: The plan.
-        block: This rank's block.
+        at: Where the block begins.
+        given_bytes: Its size; 0 if nobody takes of it.
+        offer: The offer of it that is always the same; None if a copy is made each time.
+        offers: Those of copies, by where the copies lie.
         work: What to read, by the identities of the owners' notes: they, too, come back.
     """
 
-    __slots__ = ("_source", "_target", "block", "plan", "work")
+    __slots__ = ("_source", "_target", "at", "given_bytes", "offer", "offers", "plan", "work")
 
     def __init__(
-        self, plan: _Plan, block: Block, source: HostArray | None, target: HostArray | None
+        self,
+        plan: _Plan,
+        source: HostArray | None,
+        target: HostArray | None,
+        at: int,
+        *,
+        copied: bool,
     ) -> None:
         self.plan = plan
-        self.block = block
         self.work: dict[tuple[int, ...], tuple[Call, ...]] = {}
         self._source = source
         self._target = target
+        self.at = at
+        self.given_bytes = source.nbytes if source is not None and plan.boxes else 0
+        self.offers: dict[int, _Offer] = {}
+        self.offer: _Offer | None = None
+        if not self.given_bytes:
+            self.offer = _NO_OFFER
+        elif at >= 0 and not copied:
+            self.offer = _Offer(at, is_read=True)
+
+    def copy(self, memory: HostArray, at: int) -> _Offer:
+        """Return the offer of a copy of the block in `memory`, which begins at `at`."""
+        source = _NOTHING if self._source is None else self._source
+        raw = raw_dtype(source.dtype)
+        target, block = memory.view(raw).reshape(source.shape), source.view(raw)
+        fill = [copying(view(block, box), view(target, box)) for box in self.plan.boxes]
+        if len(self.offers) >= _MOST_OFFERS:
+            self.offers.clear()
+        offer = self.offers[at] = _Offer(at, fill=tuple(fill))
+        return offer
 
     def blocks(self, notes: Sequence[Note]) -> Blocks:
         """Return what gives the blocks that this rank reads where they lie, as far as they do.
@@ -566,3 +613,77 @@ def _block_of(
             f"{nbytes} bytes of dtype {dtype}, but that block has {its_nbytes}"
         )
     return _array_at(plan.window, place, at, dtype, shape)
+
+
+# -- memory for copies -----------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    """Memory for a copy.
+
+    Attributes:
+        memory: The bytes.
+        at: Where they begin in the arena.
+        number: The number of the last operation that used it.
+        readers: The cells of those who read it then.
+    """
+
+    memory: HostArray
+    at: int
+    number: int = 0
+    readers: Cells = ()
+
+
+class _Copies:
+    """Memory of the arena for copies of blocks, which others may read for a while.
+
+    Args:
+        window: The ranks.
+    """
+
+    __slots__ = ("_buffers", "_window")
+
+    def __init__(self, window: SharedWindow) -> None:
+        self._window = window
+        self._buffers: list[_Buffer] = []
+
+    def offer(self, block: _Bound) -> _Offer:
+        """Offer a rank's block for the next operation."""
+        if block.offer is not None:
+            return block.offer
+        window, buffers, nbytes = self._window, self._buffers, block.given_bytes
+        for buffer in buffers:  # the one that has not been used for longest first
+            if nbytes <= buffer.memory.nbytes <= _REUSED_BYTES and window.done_by(
+                buffer.number, buffer.readers
+            ):
+                buffers.remove(buffer)
+                if len(buffers) > 1:
+                    self._drop()
+                break
+        else:
+            self._drop()
+            memory = window.room(nbytes)
+            if memory is None:
+                return _Offer(block.at, is_read=block.at >= 0)
+            buffer = _Buffer(memory, window.find(memory))
+        buffer.number = window.published + 1
+        buffer.readers = block.plan.reader_cells
+        buffers.append(buffer)
+        at = buffer.at
+        # Through the window's view, which does not keep the memory of the copy.
+        return block.offers.get(at) or block.copy(
+            window.view(window.rank, at, nbytes, buffer.memory.dtype), at
+        )
+
+    @property
+    def memories(self) -> list[HostArray]:
+        """The copies that others may still read."""
+        return [buffer.memory for buffer in self._buffers if not self._is_over(buffer)]
+
+    def _is_over(self, buffer: _Buffer) -> bool:
+        return self._window.done_by(buffer.number, buffer.readers)
+
+    def _drop(self) -> None:
+        """Give back what nobody reads any more."""
+        self._buffers[:] = [buffer for buffer in self._buffers if not self._is_over(buffer)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import TypeAlias
 
 import numpy as np
@@ -18,7 +19,18 @@ from mpimesh.arrays import ReduceOp, refuse_objects, wire_dtype
 from mpimesh.arrays.dtypes import is_half
 from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.errors import DTypeError, MismatchError, RankError, ShapeError
-from mpimesh.layout.boxes import Box, Regions, extent, fits, global_box, slices, tiles, view, volume
+from mpimesh.layout.boxes import (
+    Box,
+    Regions,
+    extent,
+    fits,
+    global_box,
+    slices,
+    tiles,
+    view,
+    volume,
+    whole,
+)
 
 __all__ = [
     "FUNCTIONS",
@@ -29,6 +41,7 @@ __all__ = [
     "check_contiguous",
     "check_dtypes",
     "check_regions",
+    "copied_boxes",
     "copy_own",
     "copying",
     "described_bytes",
@@ -55,6 +68,12 @@ _REDUCED_BYTES = 128 * 1024
 
 _SMALL_BYTES = 64 * 1024
 """Size up to which a copy need not let other threads run meanwhile."""
+
+_WHOLE_FROM = 0.6
+"""From this part of a block on it is copied as a whole."""
+
+_MOST_COMPARED = 64
+"""Of more boxes, those that lie in another are copied twice."""
 
 _SIZE_BITS = 12
 _DTYPE_BITS = _SIZE_BITS + 7
@@ -286,3 +305,23 @@ def _reduction(
     for source in sources[1:]:
         calls += [partial(np.copyto, term, source), partial(function, total, term, out=total)]
     return (*calls, partial(np.copyto, target, total, casting="unsafe"))
+
+
+def copied_boxes(regions: Regions, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """Return what to copy of a block of which others take: that, or all in one run.
+
+    Of large blocks a run is half the traffic, for the processor need not read what it writes over.
+    """
+    boxes = tuple(dict.fromkeys([give.box for give in regions.gives]))
+    if len(boxes) <= _MOST_COMPARED:
+        # The corners of a block lie in its edges.
+        boxes = tuple([box for box in boxes if not any(_is_part(box, other) for other in boxes)])
+    if sum(map(volume, boxes)) > _WHOLE_FROM * prod(shape):
+        return (whole(shape),)
+    return boxes
+
+
+def _is_part(box: Box, other: Box) -> bool:
+    """Tell whether a box lies in another one."""
+    edges = zip(box, other, strict=True)
+    return box != other and all(first <= a and b <= last for (a, b), (first, last) in edges)

@@ -7,8 +7,9 @@ them could, and on the table of algorithms (`algorithms.py`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from inspect import signature
 from typing import Any, Concatenate, ParamSpec
 
@@ -17,14 +18,17 @@ from mpi4py import MPI
 
 from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.algorithms import NEVER, OPERATIONS, Algorithms, Sizes, Ways
+from mpimesh.comm.arena import Node, bell_of
 from mpimesh.comm.engine import ProgressEngine, Steps, poll
+from mpimesh.comm.lending import Lending
 from mpimesh.comm.mpi import MPICommunicator
-from mpimesh.comm.node import Node, find_neighbours
 from mpimesh.comm.over_nodes import OverNodes, Rails
 from mpimesh.comm.requests import Request
 from mpimesh.comm.shared_collectives import SharedCollectives
-from mpimesh.comm.shared_window import SharedWindow
+from mpimesh.comm.shared_window import CELL_BYTES, STAGE_BYTES, SharedWindow, areas_bytes
+from mpimesh.comm.signatures import BOARD_BYTES, Signatures
 from mpimesh.comm.tuner import KeptSizes, measure
+from mpimesh.errors import TransportError
 from mpimesh.layout.boxes import Regions
 from mpimesh.settings import Settings
 
@@ -44,6 +48,11 @@ _ASKED_FOR = {
 }
 """What a caller may ask for, where these ranks have it."""
 _SIZED_BY_RESULT = ("all_reduce", "all_gather")
+
+_POKE_TAG = 32766
+_PAGE_BYTES = 4096
+_SMALLEST_STAGE_LINES = 64
+_CORE_NUMBERS, _CORE_BITS = 16, 62
 
 
 def _by_table(
@@ -129,48 +138,111 @@ class RoutedCommunicator(MPICommunicator):
 
     def _join(self) -> Algorithms | None:
         """Collective: set shared memory up, and agree on the table; None if there is none."""
-        small = bool(self._chunk_setting)
-        found = find_neighbours(self._comm, self._node, self._sizes.number, small)
-        self._why, self._kept = found.why_not, found.kept
-        self._several_nodes = len(found.nodes) > 1
-        if self._several_nodes:
-            node_of = {rank: node for node, ranks in enumerate(found.nodes) for rank in ranks}
+        small, engine, arena = bool(self._chunk_setting), self._engine, self._node.arena
+        nodes = self._open_memory(small=small)
+        window, several = self._window, len(nodes) > 1
+        self._several_nodes = several
+        if several:
+            node_of = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
             self.nodes = tuple(node_of[rank] for rank in range(self.size))
-        self._neighbours = next(ranks for ranks in found.nodes if self.rank in ranks)
-        self._engine.share_cores(len(self._neighbours), found.cores)
-        self.signatures = found.signatures
-        window = found.window
         if window is None:
             return None
-        self.lending = window.lending(self._neighbours)
-        self._window = window
-        self._engine.bell = None if self._node.arena is None else self._node.arena.bell
+        engine.bell = None if arena is None else arena.bell
         bells = dict(zip(self._neighbours, window.bells, strict=False))
         self.bells = [bells.get(rank) for rank in range(self.size)]
-        # With tiny chunks everything is slow: there nothing is measured.
-        unmeasured = small and self._sizes.mode != "always"
-        most, engine, arena = _most_slot_bytes(window), self._engine, self._node.arena
-        if self._several_nodes:
-            shared = self._shared = self._over_nodes(window, found.nodes)
-            sizes = (
-                Sizes.unmeasured(several_nodes=True)
-                if unmeasured
-                else self._sizes.agreed(
-                    self._plain,
-                    len(found.nodes),
-                    lambda: measure(self._plain, shared, engine, None, most),
-                )
-            )
-            return sizes.on_several_nodes()
-        on_node = self._shared = SharedCollectives(window, engine, self._plain)
-        sizes = (
-            Sizes.unmeasured()
-            if unmeasured
-            else self._sizes.agreed(
-                self._plain, 1, lambda: measure(self._plain, on_node, engine, arena, most)
-            )
+        shared = self._shared = (
+            self._over_nodes(window, nodes)
+            if several
+            else SharedCollectives(window, engine, self._plain)
         )
-        return sizes.on_one_node(most)
+        most = _most_slot_bytes(window)
+        if small and self._sizes.mode != "always":
+            # With tiny chunks everything is slow: there nothing is measured.
+            sizes = Sizes.unmeasured(several_nodes=several)
+        else:
+            sizes = self._sizes.agreed(
+                self._plain,
+                len(nodes),
+                lambda: measure(self._plain, shared, engine, None if several else arena, most),
+            )
+        return sizes.on_several_nodes() if several else sizes.on_one_node(most)
+
+    def _open_memory(self, *, small: bool) -> list[list[int]]:
+        """Collective: find out which ranks share a node, and open their memory.
+
+        Args:
+            small: Whether the stage is to be as small as it can be, for tests.
+
+        Returns:
+            The ranks of each node, in order.
+
+        Cost:
+            An all-gather of 184 bytes, and an all-reduce of 8.
+        """
+        comm, size, arena = self._comm, self.size, self._node.arena
+        # The ranks must have the same number to move arrays through shared memory; 0 moves none.
+        agreeing = self._sizes.number
+        stage_bytes = _SMALLEST_STAGE_LINES * size if small else STAGE_BYTES
+        stage_at = -(-(BOARD_BYTES + CELL_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+        kept, at = None, -1
+        if arena is not None:
+            # Of which only what is touched costs memory.
+            kept = arena.empty(stage_at + (areas_bytes(stage_bytes, size) if agreeing else 0))
+            if kept is not None:
+                kept[:stage_at] = 0
+                at = arena.find(kept)
+        mine = np.array([*_own_cores(), *self._node.address, at, agreeing], np.int64)
+        rows = np.empty((size, mine.size), np.int64)
+        poll(comm.Iallgather(mine, rows).Test)
+        table = rows[:, _CORE_NUMBERS:]
+        keys: list[int] = table[:, 0].tolist()
+        nodes = [[r for r in range(size) if keys[r] == key] for key in dict.fromkeys(keys)]
+        members = self._neighbours = next(ranks for ranks in nodes if self.rank in ranks)
+        cores = np.bitwise_or.reduce(rows[members, :_CORE_NUMBERS])
+        self._engine.share_cores(len(members), sum(int(bits).bit_count() for bits in cores))
+        # From here to the reduction the table decides, which all ranks have alike.
+        refused = ""
+        if not table[:, -1].all():
+            refused = "switched off by MPIMESH_NODE_SHARED=never"
+        elif len(nodes) == size:
+            refused = "each rank is alone on its node"
+        elif len(set(table[:, -1].tolist())) > 1:
+            refused = "the ranks have measured or set different sizes"
+        self._why = refused
+        if len(nodes) == size:
+            return nodes
+        memories: list[HostArray] = []
+        why_not = self._node.why_not or "no memory is left for others to read"
+        if kept is not None:
+            try:
+                memories = [self._node.open(tuple(table[rank, :-2].tolist())) for rank in members]
+            except TransportError as error:
+                why_not = str(error)
+        could = np.array([len(memories)], np.int64)
+        poll(comm.Iallreduce(MPI.IN_PLACE, could, MPI.MIN).Test)
+        if arena is None or not could[0]:
+            if memories:
+                why_not = "another rank cannot open its neighbours' memory"
+            self._why = refused or why_not
+            return nodes
+        self._kept = kept
+        place, starts = members.index(self.rank), table[members, -2].tolist()
+        if len(members) > 1:
+            boards = [m[at : at + BOARD_BYTES] for m, at in zip(memories, starts, strict=True)]
+            self.signatures = Signatures(place, members, boards)
+        if not refused:
+            window = self._window = SharedWindow(
+                place,
+                memories,
+                [at + BOARD_BYTES for at in starts],
+                [at + stage_at for at in starts],
+                arena,
+                lambda: comm.Iprobe(MPI.ANY_SOURCE, _POKE_TAG),
+                stage_bytes=stage_bytes,
+                bells=[bell_of(memory) for memory in memories],
+            )
+            self.lending = Lending(arena, dict(zip(members, memories, strict=True)), window.fence)
+        return nodes
 
     def _over_nodes(self, window: SharedWindow, nodes: Sequence[Sequence[int]]) -> OverNodes:
         """Collective: make the rails."""
@@ -212,7 +284,7 @@ class RoutedCommunicator(MPICommunicator):
         """Return what starts a collective or an exchange of these arrays, as often as wanted."""
         shared = self._shared
         if name == "exchange_regions" and shared is not None and self._reads_regions:
-            return shared.regions.prepare(*arguments)
+            return shared.regions.prepare(*arguments, often=True)
         if name in OPERATIONS and shared is not None:
             ways = (
                 self._ways_of(name, arguments) if algorithm is None else _ASKED_FOR.get(algorithm)
@@ -228,15 +300,13 @@ class RoutedCommunicator(MPICommunicator):
         """Return the largest array that collective `name` can move by `algorithm`. Local."""
         if algorithm not in _ASKED_FOR or algorithm == "mpi":
             return super().most_bytes_by(name, algorithm)
-        shared = self._shared
-        if shared is None or not self._reads_regions or name not in OPERATIONS:
+        has_levels = isinstance(self._shared, OverNodes)
+        if self._window is None or not self._reads_regions or name not in OPERATIONS:
             return -1
-        if isinstance(shared, OverNodes) or algorithm == "two_levels":
-            return NEVER if isinstance(shared, OverNodes) and algorithm == "two_levels" else -1
+        if has_levels != (algorithm == "two_levels"):
+            return -1
         if algorithm == "slots":
-            if name != "all_reduce" or self._window is None:
-                return -1
-            return _most_slot_bytes(self._window)
+            return _most_slot_bytes(self._window) if name == "all_reduce" else -1
         return NEVER
 
     def _ways_of(self, name: str, arguments: tuple[Any, ...]) -> Ways:
@@ -274,7 +344,7 @@ class RoutedCommunicator(MPICommunicator):
         """Copy or reduce boxes of the ranks' blocks into boxes of each rank's target."""
         if self._shared is None or not self._reads_regions:
             return super().exchange_regions(source, target, regions, max_bytes=max_bytes)
-        return self._shared.regions.start(source, target, regions, max_bytes)
+        return self._shared.regions.prepare(source, target, regions, max_bytes)()
 
     # -- life --------------------------------------------------------------------------
 
@@ -286,8 +356,8 @@ class RoutedCommunicator(MPICommunicator):
             self.signatures.close()
         if self._kept is not None:
             # What was given up by an error must not go on in memory that is used again.
-            if self._shared is not None:
-                self._shared.close()
+            if self._window is not None:
+                self._window.closed = True
             if self.unended or not poll(self._plain.barrier().test, _LEAVE_TOGETHER_S):
                 # A rank may yet look at this one's counter, or read what it has offered; and the
                 # barrier goes on, which Open MPI does not survive on a communicator it has freed.
@@ -330,9 +400,22 @@ def routed(
     """Collective: return a communicator for the same MPI communicator, which it takes over."""
     if isinstance(communicator, RoutedCommunicator):
         return communicator
-    sizes = node.sizes.get(settings.node_shared)
-    if sizes is None:
-        sizes = node.sizes[settings.node_shared] = KeptSizes.of_machine(settings.node_shared)
+    sizes = _sizes_of(settings.node_shared)
     return RoutedCommunicator(
         communicator.native, node, engine, sizes, limit=settings.chunk_elements
     )
+
+
+_sizes_of = cache(KeptSizes.of_machine)
+"""By the setting ``MPIMESH_NODE_SHARED``; neither the machine nor the MPI of a process changes."""
+
+
+def _own_cores() -> list[int]:
+    """Return the cores that this process may run on, a bit for each."""
+    available = getattr(os, "sched_getaffinity", None)
+    cores = range(os.cpu_count() or 1) if available is None else available(0)
+    numbers = [0] * _CORE_NUMBERS
+    for core in cores:
+        place, bit = divmod(core % (_CORE_NUMBERS * _CORE_BITS), _CORE_BITS)
+        numbers[place] |= 1 << bit
+    return numbers

@@ -53,7 +53,7 @@ before it on this rank have published theirs, be they worked or not.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -64,11 +64,12 @@ import numpy as np
 from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.comm.arena import Arena
 from mpimesh.comm.engine import Doorbell
-from mpimesh.comm.lending import Lending
 from mpimesh.comm.requests import Condition, Request
+from mpimesh.comm.signatures import mismatch
 from mpimesh.errors import ClosedError
 
 __all__ = [
+    "CELL_BYTES",
     "NOTES",
     "NOT_READ",
     "SLOTS",
@@ -78,9 +79,9 @@ __all__ = [
     "Ring",
     "SharedWindow",
     "WindowEntry",
-    "cell_bytes",
+    "areas_bytes",
+    "enter",
     "quiet_calls",
-    "whole_stage_bytes",
 ]
 
 Cells: TypeAlias = tuple["memoryview[int]", ...]
@@ -108,7 +109,8 @@ _NOTES_AT = 8
 """In numbers of 8 bytes: what is done has a cache line of its own."""
 
 _NOTE_NUMBERS = 4
-_CELL_NUMBERS = _NOTES_AT + NOTES * _NOTE_NUMBERS
+CELL_BYTES = 8 * (_NOTES_AT + NOTES * _NOTE_NUMBERS)
+"""Size of a cell, without its areas."""
 
 _IDENTITY_BITS = 32
 _IDENTITIES = (1 << _IDENTITY_BITS) - 1
@@ -127,17 +129,12 @@ _MOST_KEPT = 64
 _IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 
 
-def cell_bytes() -> int:
-    """Return the size of a cell, without its areas."""
-    return 8 * _CELL_NUMBERS
-
-
 def slot_bytes(members: int) -> int:
     """Return the size of a small slot, which also holds two numbers for each of so many ranks."""
     return max(_LEAST_SLOT_BYTES, 16 * members)
 
 
-def whole_stage_bytes(stage_bytes: int, members: int) -> int:
+def areas_bytes(stage_bytes: int, members: int) -> int:
     """Return the size of all areas: the halves of inputs and results, and the slots."""
     return 2 * _HALVES * stage_bytes + SLOTS * slot_bytes(members)
 
@@ -179,7 +176,9 @@ class SharedWindow:
         bells: The members' bells.
         slots: The small areas.
         stage: The halves for inputs.
-        closed: Whether the ranks have left.
+        closed: Whether the ranks have left: no step comes about any more.
+        find: Gives where an array begins in this rank's arena; -1 for an ordinary one.
+        room: Gives new memory in this rank's arena; None if none is left.
         fence: Keeps what was read and written before apart from what comes after.
         quietly: Calls functions of NumPy without its warnings; the thread that moves operations
             along has it for itself.
@@ -206,14 +205,15 @@ class SharedWindow:
         self.quietly = quiet_calls()
         self._others_bells = [bell for place, bell in enumerate(bells) if bell and place != rank]
         self._memories = memories
-        self._arena = arena
+        self.find = arena.find
+        self.room = arena.empty
         self._poke = poke
         self._tests = 0
         self.done_by_all = 0
         self._names: dict[Note, int] = {}
         self._next_name = _FIRST_NAME
         views = [
-            memory[at : at + cell_bytes()].view(np.int64)
+            memory[at : at + CELL_BYTES].view(np.int64)
             for memory, at in zip(memories, cells, strict=True)
         ]
         # Through memoryviews a number is read in 40 ns, a third of what NumPy takes.
@@ -223,13 +223,8 @@ class SharedWindow:
         self._scratch: HostArray = np.empty(0, np.uint8)
         ends = [at + 2 * _HALVES * stage_bytes for at in stages]
         self.stage = Ring(memories, stages, _HALVES, stage_bytes)
-        self._results = [
-            [
-                memory[at + half * stage_bytes : at + (half + 1) * stage_bytes]
-                for memory, at in zip(memories, stages, strict=True)
-            ]
-            for half in range(_HALVES, 2 * _HALVES)
-        ]
+        results = [at + _HALVES * stage_bytes for at in stages]
+        self._results = Ring(memories, results, _HALVES, stage_bytes)
         self.slots = Ring(memories, ends, SLOTS, slot_bytes(self.size))
 
     # -- publish ---------------------------------------------------------------------
@@ -317,17 +312,6 @@ class SharedWindow:
             return True
         self.look_elsewhere()
         return False
-
-    def waits_for_room(self, *, slot: bool) -> Request:
-        """Return the request that is done when there is room for a note, and in a slot, too."""
-
-        def test() -> bool:
-            if self.has_room() and (not slot or self.slots.is_free(self)):
-                return True
-            self.look_elsewhere()
-            return False
-
-        return Condition(test)
 
     # -- look at the others ----------------------------------------------------------
 
@@ -461,10 +445,6 @@ class SharedWindow:
         if self._tests % _TESTS_BETWEEN_POKES == 0:
             self._poke()
 
-    def close(self) -> None:
-        """Let no step come about any more."""
-        self.closed = True
-
     def _name(self, note: Note) -> int:
         """Return the identity of a note that is new."""
         what, source, target = note
@@ -496,8 +476,7 @@ class SharedWindow:
 
     def results(self, dtype: DType, *, coming: int = 0) -> list[HostArray]:
         """Return what all ranks stage for a step: their parts of a result."""
-        half = (self.stage.state[0] + coming) % _HALVES
-        return [part.view(dtype) for part in self._results[half]]
+        return self._results.views(dtype, -1)[(self.stage.state[0] + coming) % _HALVES]
 
     def counts(self, *, coming: int = 0) -> list[HostArray]:
         """Return all ranks' slots as numbers: what each sends to each, and receives from each."""
@@ -514,19 +493,6 @@ class SharedWindow:
     def view(self, member: int, at: int, nbytes: int, dtype: DType) -> HostArray:
         """Return the array that begins at `at` of a rank's arena."""
         return self._memories[member][at : at + nbytes].view(dtype)
-
-    def lending(self, ranks: Sequence[int]) -> Lending:
-        """Return what lends arrays between the members, which have the numbers `ranks`."""
-        memories = dict(zip(ranks, self._memories, strict=True))
-        return Lending(self._arena, memories, self.fence)
-
-    def find(self, array: HostArray) -> int:
-        """Return where an array begins in this rank's arena; -1 for an ordinary one."""
-        return self._arena.find(array)
-
-    def room(self, nbytes: int) -> HostArray | None:
-        """Return new memory in this rank's arena; None if none is left."""
-        return self._arena.empty(nbytes)
 
     def scratch(self, nbytes: int) -> HostArray:
         """Return memory of this rank's own for what it works out on the way."""
@@ -625,3 +591,45 @@ def quiet_calls() -> Callable[..., Any]:
     context = Context()
     context.run(np.seterr, all="ignore")
     return context.run
+
+
+def enter(
+    window: SharedWindow,
+    what: int,
+    source_at: int = -1,
+    target_at: int = NOT_READ,
+    *,
+    counts: Sequence[int] | None = None,
+    on_all: bool = True,
+) -> Generator[Request, None, WindowEntry]:
+    """Publish the first of several steps, and find out where all arrays lie.
+
+    Args:
+        window: The ranks of this node.
+        what: The operation's number.
+        source_at: Where in this rank's arena its input lies; -1 if it is an ordinary array.
+        target_at: The same for its result, if other ranks are to read or write it.
+        counts: What it sends to each rank, and what it receives from each.
+        on_all: Whether these are all ranks, so that a mismatch is known to all.
+
+    Raises:
+        MismatchError: If the ranks are in different operations.
+    """
+
+    def has_room() -> bool:
+        if window.has_room() and (counts is None or window.slots.is_free(window)):
+            return True
+        window.look_elsewhere()
+        return False
+
+    yield Condition(has_room)
+    number = window.published + 1
+    if counts is not None:
+        window.counts(coming=1)[window.rank][...] = counts
+        window.slots.take(number)
+    yield window.meet(what, source_at, target_at)
+    entry = window.entry(number, with_counts=counts is not None)
+    if entry.what.count(what) != window.size:
+        window.acknowledge(number)
+        raise mismatch(entry.what, on_all=on_all)
+    return entry

@@ -27,7 +27,7 @@ from mpimesh.runtime.witness import NodeProcesses
 
 if TYPE_CHECKING:
     # Importing it starts MPI.
-    from mpimesh.comm.node import Node
+    from mpimesh.comm.arena import Node
 
 __all__ = [
     "ControlChannel",

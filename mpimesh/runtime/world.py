@@ -43,7 +43,7 @@ from mpimesh.settings import Settings
 from mpimesh.trace import NULL_TRACER, Tracer
 
 if TYPE_CHECKING:
-    from mpimesh.comm.node import Node
+    from mpimesh.comm.arena import Node
 
 __all__ = [
     "MeshContext",

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from mpimesh.comm.algorithms import OPERATIONS, Sizes
+from mpimesh.comm.arena import Node
 from mpimesh.comm.engine import ProgressEngine
-from mpimesh.comm.node import Node
 
 __all__ = ["MEMORIES", "done", "node_of", "opened", "put", "reduced_in_order"]
 

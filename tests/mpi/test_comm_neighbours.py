@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpimesh.comm import regions as work_on_regions, routed
-from mpimesh.comm.region_offers import CopyRule
+from mpimesh.comm.region_shared import CopyRule
 from mpimesh.comm.shared_window import NOTES
 from mpimesh.errors import MismatchError
 from mpimesh.layout import Part, Regions, Take

@@ -113,7 +113,7 @@ def test_a_rank_without_memory_for_a_copy_sends_its_parts(comm, monkeypatch):
     """No rank knows before; those that take of it learn of it. The others are read as ever."""
     with opened(comm) as ranks:
         if ranks.rank == ranks.size - 1:
-            monkeypatch.setattr(ranks._window._arena, "empty", lambda nbytes: None)
+            monkeypatch.setattr(ranks._window, "room", lambda nbytes: None)
         me, n = ranks.rank, ranks.size
         sent = []
         real = region_messages.MessageExchange._send

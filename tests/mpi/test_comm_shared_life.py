@@ -11,7 +11,7 @@ import pytest
 
 from mpimesh.comm import shared_collectives, shared_work
 from mpimesh.comm.algorithms import OPERATIONS, Sizes
-from mpimesh.comm.node import Node
+from mpimesh.comm.arena import Node
 from mpimesh.comm.shared_window import NOTES
 from mpimesh.errors import ClosedError, MismatchError, TransportError
 from tests.contract.shared_memory import MEMORIES, done, node_of, opened, put

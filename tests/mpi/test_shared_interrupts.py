@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.comm import shared_requests
+from mpimesh.comm import shared_collectives
 from mpimesh.comm.shared_work import do_at_once, reduce_into
 from mpimesh.errors import DTypeError, MismatchError
 from tests.helpers.raises import raises
@@ -52,8 +52,8 @@ def test_an_interrupted_test_goes_on_where_it_was(comm, monkeypatch, kind, numbe
         x[...] = mesh.rank + 1
         mesh.barrier()
         if mesh.rank == 0:
-            monkeypatch.setattr(shared_requests, "reduce_into", interrupted(reduce_into))
-            monkeypatch.setattr(shared_requests, "do_at_once", interrupted(do_at_once))
+            monkeypatch.setattr(shared_collectives, "reduce_into", interrupted(reduce_into))
+            monkeypatch.setattr(shared_collectives, "do_at_once", interrupted(do_at_once))
         handle = None
         try:
             handle = group.all_reduce(x, out=x)

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from mpimesh.comm.arena import HUGE_PAGE_BYTES, Arena
-from mpimesh.comm.node import Node
+from mpimesh.comm.arena import HUGE_PAGE_BYTES, Arena, Node
 from mpimesh.errors import TransportError
 from tests.helpers.raises import raises
 
@@ -328,7 +327,7 @@ def python(text, *limits):
 
 ASK = """
 import numpy as np
-from mpimesh.comm.node import Node
+from mpimesh.comm.arena import Node
 node = Node()
 print(node.arena, node.why_not, len(np.empty({left}, np.uint8)))
 """

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from mpimesh.comm.arena import Node
 from mpimesh.comm.lending import Lending
-from mpimesh.comm.node import Node
 from tests.helpers.depth import examples
 from tests.helpers.raises import raises
 

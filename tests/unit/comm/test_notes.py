@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import example, given, strategies as st
 
-from mpimesh.comm.notes import Operation, operation_number, operation_text
+from mpimesh.comm.signatures import Operation, operation_number, operation_text
 
 REDUCTIONS = (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
 OPS = ("sum", "prod", "min", "max", "mean")
