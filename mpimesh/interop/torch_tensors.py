@@ -395,10 +395,10 @@ def give_first_values(
     # PyTorch counts the changes of a tensor, but not those that are written by ``.data``.
     left = [
         name
-        for (owner, name), tensor in blanks.items()
-        if _own_tensors(owner).get(name) is tensor
-        and tensor._version == versions[owner, name]
-        and bool(((tensor == torch.full_like(tensor, _mark(tensor))) | (tensor != tensor)).all())
+        for (owner, name), blank in blanks.items()
+        if blank._version == versions[owner, name]
+        and blank is _own_tensors(owner).get(name)
+        and bool(((blank == torch.full_like(blank, _mark(blank))) | (blank != blank)).all())
     ]
     if left:
         raise ModuleError(

@@ -8,13 +8,11 @@ from mpimesh.nn.losses import VocabParallelCrossEntropy
 from mpimesh.nn.split import SequenceSplit
 from mpimesh.nn.tensor_parallel import gpt_layers, split_sequence, tensor_parallel
 from mpimesh.nn.transformer import ParallelFeedForward, ParallelSwiGLU
-from mpimesh.parallel.accumulation import Accumulation, reduce_gradients
+from mpimesh.parallel.bucket import Bucket
+from mpimesh.parallel.bucket_plan import BucketTuning
+from mpimesh.parallel.buckets import BUCKET_BYTES, GradientBuckets
 from mpimesh.parallel.data_parallel import DataParallel, fully_shard
-from mpimesh.parallel.gradients.bucket import Bucket
-from mpimesh.parallel.gradients.buckets import BUCKET_BYTES, GradientBuckets
-from mpimesh.parallel.gradients.tuning import BucketTuning
 from mpimesh.parallel.layer_costs import measure_layers
-from mpimesh.parallel.metrics import MetricsCallback, TrainingMetrics
 from mpimesh.parallel.microbatch import (
     Microbatches,
     microbatch_rows,
@@ -24,8 +22,14 @@ from mpimesh.parallel.microbatch import (
 from mpimesh.parallel.model import clip_grad_norm
 from mpimesh.parallel.parallel_optimizer import ParallelOptimizer
 from mpimesh.parallel.pipeline import PipelineParallel, StepReport
+from mpimesh.parallel.split_layers import sum_shared_gradients
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.tensor_model import sum_shared_gradients
+from mpimesh.parallel.training_loop import (
+    Accumulation,
+    MetricsCallback,
+    TrainingMetrics,
+    reduce_gradients,
+)
 
 __all__ = [
     "BUCKET_BYTES",

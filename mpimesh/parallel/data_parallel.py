@@ -13,12 +13,12 @@ from mpimesh.nn import Loss, SupportsLayer
 from mpimesh.nn.containers import is_plain
 from mpimesh.nn.protocol import set_training
 from mpimesh.parallel.batch import Batch, Rows, SupportsStep, check_loss
-from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
+from mpimesh.parallel.buckets import BUCKET_BYTES
 from mpimesh.parallel.microbatch import Tree
 from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.replicas import live_mesh, no_dim
+from mpimesh.parallel.split_layers import tensor_groups
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.tensor_model import tensor_groups
 from mpimesh.parallel.training_engine import Options, TrainingEngine
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.trace import Tracer

@@ -30,10 +30,10 @@ from mpimesh.parallel.batch import kind_of, parts_of, rows_of
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.microbatch import Microbatches, Tree, flatten, tree_map
 from mpimesh.parallel.replicas import group_along
+from mpimesh.parallel.split_layers import TensorModel
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step import AbortedError, AbortSignal, Failure, agreed_error
 from mpimesh.parallel.task import Leaf
-from mpimesh.parallel.tensor_model import TensorModel
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.schedule import Costs, Partition, partition

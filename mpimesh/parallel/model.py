@@ -21,8 +21,8 @@ from mpimesh.nn.parameter import check_shape, check_state, check_values
 from mpimesh.nn.protocol import set_training
 from mpimesh.optim import clip_grad_norm as clip_local
 from mpimesh.parallel.batch import Batch, Rows, split_layout
-from mpimesh.parallel.gradients.buckets import GradientBuckets
-from mpimesh.parallel.gradients.tuning import BucketTuning, tune_buckets
+from mpimesh.parallel.bucket_plan import BucketTuning
+from mpimesh.parallel.buckets import GradientBuckets
 from mpimesh.parallel.microbatch import (
     Microbatches,
     Structure,
@@ -31,10 +31,10 @@ from mpimesh.parallel.microbatch import (
     replica_sizes,
     tree_map,
 )
+from mpimesh.parallel.split_layers import local_part
 from mpimesh.parallel.states import model_parts, model_target
 from mpimesh.parallel.step import Step
 from mpimesh.parallel.task import Interface, Leaf
-from mpimesh.parallel.tensor_model import local_part
 from mpimesh.parallel.training_engine import TrainingEngine
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
@@ -242,7 +242,7 @@ class ParallelModel:
 
         From when each gradient was complete in the last step, on the slowest of the replicas, and
         how long reductions take, follows the cut by which all are summed earliest (see
-        ``parallel/gradients/tuning.py``). Call it between steps: sums are dropped. Making the model
+        ``parallel/bucket_plan.py``). Call it between steps: sums are dropped. Making the model
         with ``bucket_bytes`` forces the size instead, and :meth:`rebuild_buckets` goes back to it.
 
         Returns:
@@ -261,7 +261,19 @@ class ParallelModel:
             ...     model.train_step(x, target, optimizer=optimizer)
             >>> print(model.tune_buckets())
         """
-        return tune_buckets(self._engine)
+        engine = self._engine
+        engine.check_ready()
+        engine.buckets.agree_on_closed(engine.scope)
+        problem = None
+        if not engine.buckets.cycles:
+            problem = ModuleStateError(
+                "gradients are timed in a training step, and no buckets can be tuned before the "
+                "first one: call train_step(), then tune_buckets()"
+            )
+        agree(engine.scope, "the tuning of buckets", problem=problem)
+        plan, tuning = engine.buckets.tuned_plan(engine.xp)
+        engine.rebuild_buckets(plan)
+        return tuning
 
     def full_state_dict(self) -> dict[str, Array]:
         """Return the values of the whole model on every rank, as host arrays. Collective.

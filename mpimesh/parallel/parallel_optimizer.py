@@ -13,13 +13,13 @@ from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError, tell_els
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.optim.factors import sum_of_squares
 from mpimesh.optim.optimizer import TORCH_ATTRIBUTES
-from mpimesh.parallel.gradients.optimizer_shards import (
+from mpimesh.parallel.model import ParallelModel, agreed_squares, problem_with_norm
+from mpimesh.parallel.optimizer_shards import (
     Layouts,
     LentOptimizer,
     OptimizerShards,
     State,
 )
-from mpimesh.parallel.model import ParallelModel, agreed_squares, problem_with_norm
 from mpimesh.parallel.states import (
     agree_optimizers,
     agree_states,
@@ -222,7 +222,7 @@ class ParallelOptimizer:
         # A rank that refused to take part in the middle would be missed.
         with self._engine.mesh.traffic().deferred() as over_budget:
             overflowed = self._agreed_overflow()
-            buckets.use_up()
+            buckets.sums = None
             if not overflowed:
                 self._update(self._clip_factor(sums) / self.loss_scale)
             if self._scaler is not None:

@@ -15,7 +15,7 @@ from mpimesh.arrays import DTypeLike
 from mpimesh.errors import MpimeshError, ScheduleError, TraceError
 from mpimesh.nn import Loss, Sequential, SupportsLayer
 from mpimesh.parallel.batch import Batch, Rows, SupportsStep
-from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
+from mpimesh.parallel.buckets import BUCKET_BYTES
 from mpimesh.parallel.layer_costs import REPEATS, measure_layers, partition_layers
 from mpimesh.parallel.microbatch import Tree, check_microbatches
 from mpimesh.parallel.model import ParallelModel

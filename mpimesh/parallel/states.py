@@ -19,11 +19,11 @@ from mpimesh.errors import MismatchError, ModuleError, MpimeshError, ShapeError
 from mpimesh.nn import Parameter
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.optim.optimizer import check_arrays, check_steps
-from mpimesh.parallel.gradients.bucket import STAGES, BucketShard
-from mpimesh.parallel.gradients.buckets import GradientBuckets
-from mpimesh.parallel.gradients.optimizer_shards import Layouts, LentOptimizer, State, places_of
+from mpimesh.parallel.bucket import STAGES, BucketShard
+from mpimesh.parallel.buckets import GradientBuckets
+from mpimesh.parallel.optimizer_shards import Layouts, LentOptimizer, State, places_of
 from mpimesh.parallel.replicas import difference, digest
-from mpimesh.parallel.tensor_model import local_part
+from mpimesh.parallel.split_layers import local_part
 from mpimesh.parallel.training_engine import TrainingEngine
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree

@@ -25,17 +25,17 @@ from mpimesh.nn import Parameter
 from mpimesh.nn.containers import is_plain
 from mpimesh.nn.parameter import float_dtype
 from mpimesh.optim import LossScaler
+from mpimesh.parallel.bucket import STAGES, SharedValues, share_frozen
+from mpimesh.parallel.bucket_plan import Plan
+from mpimesh.parallel.buckets import GRAD_DTYPE, GradientBuckets
 from mpimesh.parallel.executor import Executor
-from mpimesh.parallel.gradients.bucket import STAGES, SharedValues, share_frozen
-from mpimesh.parallel.gradients.buckets import GRAD_DTYPE, GradientBuckets
-from mpimesh.parallel.gradients.entries import Plan
-from mpimesh.parallel.gradients.layer_values import LayerValues
 from mpimesh.parallel.header import StepExchanges, fingerprint
 from mpimesh.parallel.links import Links
 from mpimesh.parallel.microbatch import check_microbatches
 from mpimesh.parallel.plans import Plans, ScheduleLike
 from mpimesh.parallel.replicas import agree_together, agree_values, digest
 from mpimesh.parallel.slots import SlotPool
+from mpimesh.parallel.split_layers import LayerValues, TensorModel, who_holds
 from mpimesh.parallel.stage import (
     PipelineStage,
     Ties,
@@ -48,7 +48,6 @@ from mpimesh.parallel.stage import (
     uses_of,
 )
 from mpimesh.parallel.task import Interface, Task, input_title
-from mpimesh.parallel.tensor_model import TensorModel, who_holds
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call
@@ -111,7 +110,7 @@ class Options:
         tracer: Records what the rank does.
         advice: What to say beside that the stages do not fit the ranks.
         stage: How much of gradients and values each replica has of its own, see
-            :mod:`mpimesh.parallel.gradients.bucket`; 0 is all.
+            :mod:`mpimesh.parallel.bucket`; 0 is all.
     """
 
     num_microbatches: int
@@ -440,8 +439,8 @@ class TrainingEngine:
         Args:
             notes: Those of all ranks, by their numbers in the mesh.
         """
-        self.tensor.finish({rank: one for rank, (one, _) in notes.items()})
-        self.layer_values.finish([notes[rank][1] for rank in self.data.ranks])
+        for place, layers in enumerate((self.tensor, self.layer_values)):
+            layers.finish({rank: each[place] for rank, each in notes.items()})
 
     def begin_gradients(self, num_microbatches: int, check_abort: Callable[[], None]) -> None:
         """Announce the backwards of a step. Local.
@@ -538,7 +537,7 @@ class TrainingEngine:
         """Divide gradients and values of the replicas from now on. Collective; between steps.
 
         Args:
-            stage: 0 to 3, not less than before; see :mod:`mpimesh.parallel.gradients.bucket`.
+            stage: 0 to 3, not less than before; see :mod:`mpimesh.parallel.bucket`.
         """
         self.stage = stage
         if stage:

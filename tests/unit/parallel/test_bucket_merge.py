@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mpimesh.parallel.gradients.tuning import Reduction, merge_buckets, reduced_s
+from mpimesh.parallel.bucket_plan import Reduction, merge_buckets, reduced_s
 from tests.helpers.depth import examples
 
 

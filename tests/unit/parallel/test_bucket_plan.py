@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mpimesh.errors import ModuleError
-from mpimesh.parallel.gradients.entries import plan_buckets
+from mpimesh.parallel.bucket_plan import plan_buckets
 from tests.helpers.raises import raises
 
 SIZES = st.lists(st.integers(0, 50), max_size=40)

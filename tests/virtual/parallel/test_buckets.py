@@ -190,7 +190,7 @@ def test_several_steps_are_reduced_once(size):
                 if step < 2:
                     with buckets.no_sync():
                         add(buckets, parameters, mesh, cycle * 3 + step)
-                        assert buckets.is_open
+                        assert buckets.begun
                 else:
                     add(buckets, parameters, mesh, cycle * 3 + step)
             after = mesh.traffic().calls.get("all_reduce", 0)
@@ -337,7 +337,7 @@ def test_a_gradient_that_comes_too_late_is_named():
             buckets.zero_grad()
         buckets.cancel(started=True)
         assert np.all(parameters[0].grad == 0)
-        assert not buckets.is_open
+        assert not buckets.begun
 
     on_ranks(2, body)
 

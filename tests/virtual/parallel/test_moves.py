@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.parallel.gradients.optimizer_shards import layouts_of
+from mpimesh.parallel.optimizer_shards import layouts_of
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import assert_equal, batch, make_pipeline, on_ranks, state_of
 from tests.helpers.parallel_tied import tied_batch, tied_pipeline

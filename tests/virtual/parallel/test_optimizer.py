@@ -307,7 +307,7 @@ def test_gradients_are_zeroed_before_each_step_as_in_pytorch(dims, zero):
                 inner.zero_grad()
                 optimizer.zero_grad()
             pipe.train_step(*batch(step, 13), loss=nn.cross_entropy, optimizer=optimizer)
-            uses.append([entry.uses for entry in pipe.buckets.entries])
+            uses.append([entry.uses for entry in pipe.buckets._entries.values()])
         return state_of(pipe), uses
 
     def body(mesh):

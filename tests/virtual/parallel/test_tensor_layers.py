@@ -23,7 +23,7 @@ from mpimesh.layout.boxes import slices
 from mpimesh.nn import Parameter
 from mpimesh.nn.attention import head_runs
 from mpimesh.nn.initializers import first_values
-from mpimesh.parallel.tensor_model import TensorModel
+from mpimesh.parallel.split_layers import TensorModel
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import on_ranks
 from tests.helpers.raises import raises

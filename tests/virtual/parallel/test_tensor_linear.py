@@ -18,7 +18,7 @@ from mpimesh.parallel import (
     SequenceSplit,
     split_sequence,
 )
-from mpimesh.parallel.tensor_model import TensorModel
+from mpimesh.parallel.split_layers import TensorModel
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import on_ranks
 from tests.helpers.raises import raises

@@ -8,7 +8,7 @@ import pytest
 from mpimesh.layout import layout_of_runs
 from mpimesh.layout.boxes import slices
 from mpimesh.nn import Constant, Parameter
-from mpimesh.parallel.tensor_model import whole_array
+from mpimesh.parallel.split_layers import whole_array
 from tests.helpers.parallel_models import on_ranks
 
 ALL = (0, 6)

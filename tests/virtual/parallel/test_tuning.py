@@ -12,9 +12,8 @@ import mpimesh as mm
 from mpimesh import nn, optim
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Constant, Parameter
-from mpimesh.parallel import GradientBuckets
-from mpimesh.parallel.gradients import tuning
-from mpimesh.parallel.gradients.tuning import BucketTuning, Reduction, measure_reduction
+from mpimesh.parallel import GradientBuckets, bucket_plan
+from mpimesh.parallel.bucket_plan import BucketTuning, Reduction, measure_reduction
 from tests.helpers.parallel_models import assert_equal, batch, make_pipeline, on_ranks, state_of
 from tests.helpers.raises import raises
 
@@ -25,7 +24,7 @@ def set_link(monkeypatch, latency_s, bytes_per_s):
     def measured(mesh, group, nbytes, *, xp, divided):
         return Reduction(latency_s, bytes_per_s)
 
-    monkeypatch.setattr(tuning, "measure_reduction", measured)
+    monkeypatch.setattr(bucket_plan, "measure_reduction", measured)
 
 
 @pytest.mark.thin(4)

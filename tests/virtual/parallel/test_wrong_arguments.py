@@ -259,6 +259,7 @@ LEFT_OUT = {
             "synchronize",
             "cancel",
             "divide",
+            "tuned_plan",
         ]
     ),
     # Its argument has no effect.

@@ -20,8 +20,8 @@ from mpimesh.errors import (
     ShapeError,
     StageError,
 )
-from mpimesh.parallel.gradients.bucket import shard_sizes
-from mpimesh.parallel.gradients.optimizer_shards import runs_of
+from mpimesh.parallel.bucket import shard_sizes
+from mpimesh.parallel.optimizer_shards import runs_of
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import (
     STAGE,

@@ -1,11 +1,11 @@
-"""Buckets cut by what was measured: when gradients come, and how fast they are reduced.
+"""Parameters put into buckets: by size, or by when gradients come and how fast they are reduced.
 
-The merge is the optimal one of Shi, Chu and Li (2019): larger buckets spare latencies, smaller ones
-begin earlier. Theirs assumes that sums run beside the backward and cost it nothing. Between ranks
-that share memory, or an MPI that moves only while it is called, a good part of a sum is work of the
-very core that computes gradients; so here a share of each reduction, *busy*, delays all gradients
-that are still to come. With a share of 0 it is theirs; with 1 nothing can be gained by beginning
-early, and one bucket is best.
+The merge by measured times is the optimal one of Shi, Chu and Li (2019): larger buckets spare
+latencies, smaller ones begin earlier. Theirs assumes that sums run beside the backward and cost it
+nothing. Between ranks that share memory, or an MPI that moves only while it is called, a good part
+of a sum is work of the very core that computes gradients; so here a share of each reduction,
+*busy*, delays all gradients that are still to come. With a share of 0 it is theirs; with 1 nothing
+can be gained by beginning early, and one bucket is best.
 """
 
 from __future__ import annotations
@@ -20,20 +20,25 @@ from types import ModuleType
 
 import numpy as np
 
-from mpimesh.errors import ModuleStateError, on_all_ranks
-from mpimesh.parallel.gradients.bucket import shard_sizes
-from mpimesh.parallel.training_engine import TrainingEngine
+from mpimesh.arguments import as_real
+from mpimesh.errors import ModuleError
+from mpimesh.parallel.bucket import shard_sizes
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 
 __all__ = [
     "BucketTuning",
+    "Plan",
     "Reduction",
     "measure_reduction",
     "merge_buckets",
+    "plan_buckets",
     "reduced_s",
-    "tune_buckets",
+    "tuned_plan",
 ]
+
+Plan = Sequence[Sequence[int]]
+"""For each bucket the numbers of its parameters."""
 
 _MOST_BUCKETS = 64
 _MOST_UNITS = 1024
@@ -42,6 +47,43 @@ _LEAST_BYTES = 1 << 14
 _REPEATS = 7
 _SLICES = 8
 _SIDE = 96  # of the matrices whose product is computed meanwhile
+
+
+def plan_buckets(
+    sizes_bytes: Sequence[int], kinds: Sequence[Hashable], bucket_bytes: int
+) -> tuple[tuple[int, ...], ...]:
+    """Put parameters into buckets in the order in which backward makes their gradients.
+
+    Backward goes through a model from its end, so the last parameter comes first. A bucket
+    holds parameters of one kind and at most `bucket_bytes`, except that a larger parameter
+    has a bucket of its own; it takes what comes next of its kind as long as that fits.
+    Buckets stand in the order in which their last gradients come.
+
+    Args:
+        sizes_bytes: Bytes of each parameter's gradient, in the order of the parameters.
+        kinds: What only equals may share a bucket, such as dtypes.
+        bucket_bytes: Most bytes of a bucket, at least 1.
+
+    Returns:
+        For each bucket the numbers of its parameters, falling. Each parameter is in one.
+
+    Raises:
+        ModuleError: If `bucket_bytes` is less than 1.
+    """
+    as_real(bucket_bytes, "bucket_bytes", ModuleError, least=1, finite=False)
+    done: list[list[int]] = []
+    filling: dict[Hashable, list[int]] = {}
+    filled_bytes: dict[Hashable, int] = {}
+    for number in reversed(range(len(sizes_bytes))):
+        kind, size = kinds[number], sizes_bytes[number]
+        if kind not in filling or filled_bytes[kind] + size > bucket_bytes:
+            filling[kind] = []
+            filled_bytes[kind] = 0
+            done.append(filling[kind])
+        filling[kind].append(number)
+        filled_bytes[kind] += size
+    done.sort(key=lambda members: -members[-1])
+    return tuple(map(tuple, done))
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,76 +326,22 @@ def _counted(buckets: int) -> str:
     return f"{buckets} bucket{'s' if buckets != 1 else ''}"
 
 
-def tune_buckets(engine: TrainingEngine) -> BucketTuning | None:
-    """Cut the buckets over the replicas anew, by times that are measured. Collective.
-
-    Every replica gets the same cut, each stage its own. The sums that are there are dropped.
-
-    Returns:
-        What was found; None where there are no buckets over replicas.
-
-    Raises:
-        ModuleStateError: On every rank, if on any no training step was done with these buckets, or
-            gradients are being added up under no_sync().
-
-    Cost:
-        Some exchanges of small texts, of a number for each parameter at most; 32 reductions of up
-        to 16 MiB; new memory for the buckets.
-    """
-    engine.check_ready()
-    engine.buckets.agree_on_closed(engine.scope)
-    group, buckets = engine.data, engine.buckets
-    entries = buckets.entries
-    scope = engine.scope
-    everyone = agree(scope, "the tuning of buckets", buckets.cycles)
-    if not all(everyone):
-        raise on_all_ranks(
-            ModuleStateError(
-                "gradients are timed in a training step, and no buckets can be tuned before the "
-                "first one: call train_step(), then tune_buckets()"
-            )
-        )
-    plan = found = None
-    if entries and group.size > 1:
-        mine_s = _ready_s([entry.ready_s for entry in entries])
-        everyone_s = agree(group, "gradient times", mine_s)
-        # A reduction waits for the last of the ranks.
-        ready_s = [max(times) for times in zip(*everyone_s, strict=True)]
-        sizes_bytes = [entry.nbytes for entry in entries]
-        dtypes = [entry.parameter.dtype for entry in entries]
-        divided = any(bucket.shard is not None for bucket in buckets.buckets)
-        reduction = measure_reduction(
-            engine.mesh,
-            group,
-            min(max(sum(sizes_bytes), _LEAST_BYTES * 2), _MOST_BYTES),
-            xp=engine.xp,
-            divided=divided,
-        )
-        plan = merge_buckets(ready_s, sizes_bytes, dtypes, reduction)
-        numbers = {id(entry.parameter): number for number, entry in enumerate(entries)}
-        before = [
-            [numbers[id(parameter)] for parameter in bucket.parameters]
-            for bucket in buckets.buckets
-            if bucket.group is group
-        ]
-        found = BucketTuning(
-            reduction,
-            len(plan),
-            len(before),
-            reduced_s(plan, ready_s, sizes_bytes, reduction),
-            reduced_s(before, ready_s, sizes_bytes, reduction),
-            max(ready_s),
-        )
-    engine.rebuild_buckets(plan)
-    return found
-
-
-def _ready_s(times_s: list[float]) -> list[float]:
-    """Return when gradients are complete, counted from the first of them.
-
-    One that no backward touched is known to be complete at the end. A replica that never had rows
-    waits for nothing, and leaves it to the others to say.
-    """
-    first_s = min((one_s for one_s in times_s if one_s), default=0.0)
-    last_s = max(times_s)
-    return [(one_s or last_s) - first_s for one_s in times_s]
+def tuned_plan(
+    mesh: DeviceMesh,
+    group: ProcessGroup,
+    *,
+    ready_s: Sequence[float],
+    sizes_bytes: Sequence[int],
+    dtypes: Sequence[Hashable],
+    before: Plan,
+    xp: ModuleType,
+    divided: bool,
+) -> tuple[Plan, BucketTuning]:
+    """Return the best cut of gradients, and what it gains over the one before. Collective."""
+    nbytes = min(max(sum(sizes_bytes), _LEAST_BYTES * 2), _MOST_BYTES)
+    reduction = measure_reduction(mesh, group, nbytes, xp=xp, divided=divided)
+    plan = merge_buckets(ready_s, sizes_bytes, dtypes, reduction)
+    end_s, before_end_s = (
+        reduced_s(cut, ready_s, sizes_bytes, reduction) for cut in (plan, before)
+    )
+    return plan, BucketTuning(reduction, len(plan), len(before), end_s, before_end_s, max(ready_s))

@@ -28,23 +28,24 @@ touched adds zeros.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from dataclasses import dataclass
 from operator import attrgetter
 from time import perf_counter
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, as_items, as_real, check_kind, shown
-from mpimesh.arrays import OpLike, ReduceOp, as_reduce_op, namespace
+from mpimesh.arrays import DType, OpLike, ReduceOp, as_reduce_op, namespace
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import as_parameters, float_dtype
-from mpimesh.parallel.gradients import entries as entry_rules
-from mpimesh.parallel.gradients.bucket import Bucket, Reductions
-from mpimesh.parallel.gradients.entries import BucketEntry, Plan
+from mpimesh.parallel.bucket import Bucket, Reductions
+from mpimesh.parallel.bucket_plan import BucketTuning, Plan, plan_buckets, tuned_plan
 from mpimesh.parallel.replicas import agree_parameters, agree_touched, live_mesh
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.runtime import DeviceMesh, ProcessGroup
@@ -65,6 +66,55 @@ _OPEN = (
 
 BUCKET_BYTES = 4 * 1024 * 1024
 """Large enough that an all-reduce runs at full speed, small enough that several overlap."""
+
+
+@dataclass(eq=False, slots=True)
+class BucketEntry:
+    """The counts of one parameter.
+
+    Attributes:
+        parameter: Whose gradient it is.
+        name: Its name in messages.
+        group: The ranks over which the gradient is reduced.
+        dtype: That of the gradient.
+        bucket: Where the gradient lives; None in a group of one rank.
+        count: How often the gradient was added to in this cycle.
+        uses: How often in each backward of earlier cycles; None while that is not known.
+        completed_in: The last cycle in which nothing more was to be added, as far as its bucket
+            knows.
+        ready_s: When something was last added to the gradient, on this rank's clock.
+    """
+
+    parameter: Parameter
+    name: str
+    group: ProcessGroup
+    dtype: DType
+    bucket: Bucket | None = None
+    count: int = 0
+    uses: int | None = None
+    completed_in: int = -1
+    ready_s: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradient."""
+        return self.parameter.size * int(self.dtype.itemsize)
+
+    def refused(self) -> ModuleStateError:
+        """Return the error for an addition after its cycle, or while the gradient is reduced."""
+        if self.bucket is not None and self.bucket.handle is not None:
+            why = (
+                f"gradient {self.count + 1} of parameter {self.name!r} came while its bucket is "
+                f"being reduced; earlier cycles had {self.uses} for each backward. Make the "
+                "buckets with overlap=False for a model whose layers run in some steps and not in "
+                "others"
+            )
+        else:
+            why = (
+                f"a gradient was added to parameter {self.name!r} after the sums over the "
+                "replicas; call zero_grad() or begin() of the buckets before the next backward"
+            )
+        return ModuleStateError(f"rank {self.group.world_rank}: {why}")
 
 
 class GradientBuckets:
@@ -93,6 +143,12 @@ class GradientBuckets:
             the parameter's own; that of the parameters if None. A narrower one has no effect.
         uses: By the id of a parameter how often each backward adds to its gradient. What is not
             there is learnt from the first cycle, which reduces it at the end.
+
+    Attributes:
+        parameters: The registered parameters, in the order in which they were given.
+        begun: Number of calls of :meth:`begin` since gradients were last reduced or forgotten.
+        cycles: Number of cycles that these buckets have summed.
+        sums: The number of the cycle whose sums are here; None while there are none to step by.
 
     Raises:
         ModuleError: If a parameter stands twice or is registered with other buckets, or `op` or
@@ -155,73 +211,74 @@ class GradientBuckets:
             for members in as_items(plan, "plan", ModuleError, wanted=wanted):
                 for number in as_items(members, "plan", ModuleError, wanted=wanted):
                     as_int(number, "each number in plan", ModuleError, least=0)
-        over = (
-            [group] * len(listed)
-            if groups is None
-            else [group if one is None else one for one in groups]
-        )
         wide = None if grad_dtype is None else float_dtype(grad_dtype, what=GRAD_DTYPE)
-        self._entries, self._frozen = entry_rules.make_entries(listed, names, over, wide)
-        plans = entry_rules.plans_of([*self._entries.values()], group, bucket_bytes, plan)
+        self._entries, self._frozen = _make_entries(listed, names, group, groups, wide)
+        entries = [*self._entries.values()]
         rule = f"{self._op}, bucket_bytes {bucket_bytes}, plan {plan}, grad_dtype {grad_dtype}"
-        named = [(entry.name, entry.parameter) for entry in self._entries.values()]
-        agree_parameters(named, group, rule)
-        own, *others = entry_rules.make_buckets(plans, group, mesh, self._op)
-        self._line = Reductions(own, tracer)
-        self._late = Reductions(list(chain(*others)), tracer)
-        for entry in self._entries.values():
+        agree_parameters([(entry.name, entry.parameter) for entry in entries], group, rule)
+        self._mesh = mesh
+        own, late = self._make_buckets(entries, bucket_bytes, plan)
+        self._line, self._late = Reductions(own, tracer), Reductions(late, tracer)
+        for entry in entries:
             entry.parameter.on_ready = self.submit
             entry.parameter.grad_dtype = entry.dtype
             entry.uses = None if uses is None else uses.get(id(entry.parameter))
-        self._trained = self.parameters
+        self.parameters = tuple(entry.parameter for entry in entries)
+        self.begun = 0
+        self.cycles = 0
+        self.sums: int | None = None
         # Those that were added to in this cycle or the one before, and at first all: of the others
         # nothing has to be counted.
-        self._counted = [*self._entries.values()]
-        self._without_bucket = [entry for entry in self._counted if entry.bucket is None]
-        self._mesh = mesh
+        self._counted = entries
+        self._without_bucket = [entry for entry in entries if entry.bucket is None]
         self._pool = SlotPool(lambda nbytes: mesh.shared_empty(nbytes, np.uint8))
         self._backwards = 0
-        self._begun = 0
         self._announced = 0
-        self._open = False
         self._accumulating = False
-        self._cycles = 0
-        self._has_sums = False
+
+    def _make_buckets(
+        self, entries: Sequence[BucketEntry], bucket_bytes: int, plan: Plan | None
+    ) -> tuple[list[Bucket], list[Bucket]]:
+        """Return the buckets over the replicas, and those over other groups. Local.
+
+        The other groups stand in the order of their first parameters.
+        """
+        lots: dict[ProcessGroup, list[BucketEntry]] = {self._group: []}
+        for entry in entries:
+            lots.setdefault(entry.group, []).append(entry)
+        own: list[Bucket] = []
+        late: list[Bucket] = []
+        for group, lot in lots.items():
+            dtypes = [entry.parameter.dtype for entry in lot]
+            cut = plan_buckets([entry.nbytes for entry in lot], dtypes, bucket_bytes)
+            where = ""
+            if group is not self._group:
+                where = f" of {group.name}"
+            elif plan is not None:
+                cut = tuple(map(tuple, plan))
+                once = sorted(number for members in cut for number in members) == [*range(len(lot))]
+                if not once or any(len({dtypes[number] for number in one}) != 1 for one in cut):
+                    raise ModuleError(
+                        f"a plan of buckets has each of the {len(lot)} parameters once, and in a "
+                        f"bucket those of one dtype, got {cut}"
+                    )
+            for place, numbers in enumerate(cut if group.size > 1 else ()):
+                members = [lot[number] for number in numbers]
+                parameters = [entry.parameter for entry in members]
+                size = sum(parameter.size for parameter in parameters)
+                xp, dtype = namespace(parameters[0].value()), members[0].dtype
+                empty = self._mesh.shared_empty if xp is np else xp.empty
+                name = f"bucket {place}{where}"
+                bucket = Bucket(parameters, empty(size, dtype), group, name, self._op)
+                (late if where else own).append(bucket)
+                for entry in members:
+                    entry.bucket = bucket
+        return own, late
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets, in the order of their reduction."""
         return self._line.buckets + self._late.buckets
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """The registered parameters, in the order in which they were given."""
-        return tuple(entry.parameter for entry in self._entries.values())
-
-    @property
-    def is_open(self) -> bool:
-        """Whether gradients are being added up that no :meth:`synchronize` has reduced yet."""
-        return self._open
-
-    @property
-    def begun(self) -> int:
-        """Number of calls of :meth:`begin` since gradients were last reduced or forgotten."""
-        return self._begun
-
-    @property
-    def entries(self) -> tuple[BucketEntry, ...]:
-        """The counts of the parameters that are reduced over the replicas, in order."""
-        return tuple(entry for entry in self._entries.values() if entry.group is self._group)
-
-    @property
-    def sums(self) -> int | None:
-        """The number of the cycle whose sums are here; None while there are none to step by."""
-        return self._cycles if self._has_sums else None
-
-    @property
-    def cycles(self) -> int:
-        """Number of cycles that these buckets have summed."""
-        return self._cycles
 
     @property
     def packed_bytes(self) -> int:
@@ -233,7 +290,7 @@ class GradientBuckets:
 
         To be done by all ranks alike; collective at stage 3. The values of the parameters move into
         flat memory, and outside of a cycle their gradients are None; see
-        :mod:`mpimesh.parallel.gradients.bucket` for what is divided at which stage.
+        :mod:`mpimesh.parallel.bucket` for what is divided at which stage.
 
         Args:
             stage: What is divided, 1 to 3.
@@ -243,12 +300,12 @@ class GradientBuckets:
         Raises:
             ModuleStateError: If gradients are being added up.
         """
-        if self._open:
+        if self.begun:
             raise ModuleStateError(
                 f"rank {self._group.world_rank}: gradients are being added up that no "
                 "synchronize() has summed yet; divide buckets between steps, not under no_sync()"
             )
-        self._has_sums = False
+        self.sums = None
         for turn, bucket in enumerate(self.buckets):
             # Ranks of other groups do different things at one time, and do not meet in a layer.
             meets = by_layer and bucket.group is self._group
@@ -271,11 +328,7 @@ class GradientBuckets:
         self._check_frozen()
         self._clear()
         self._end()
-        self._has_sums = False
-
-    def use_up(self) -> None:
-        """Note that a step has been done by the sums. Local."""
-        self._has_sums = False
+        self.sums = None
 
     def agree_on_closed(self, scope: ProcessGroup) -> None:
         """Return if no rank of `scope` has gradients that new buckets would drop. Collective.
@@ -283,8 +336,43 @@ class GradientBuckets:
         Raises:
             ModuleStateError: On every rank, if any is adding up gradients.
         """
-        problem = ModuleStateError(_OPEN) if self._open else None
+        problem = ModuleStateError(_OPEN) if self.begun else None
         agree(scope, "new buckets", problem=problem)
+
+    def tuned_plan(self, xp: ModuleType) -> tuple[Plan | None, BucketTuning | None]:
+        """Return the cut by which all are summed earliest, by measured times. Collective.
+
+        Over the replicas; None where there are none, or no parameters.
+
+        Args:
+            xp: Whose arrays are summed.
+
+        Cost:
+            Some exchanges of small texts, of a number for each parameter at most; 32 reductions of
+            up to 16 MiB.
+        """
+        group = self._group
+        entries = [entry for entry in self._entries.values() if entry.group is group]
+        if not entries or group.size == 1:
+            return None, None
+        # One that no backward touched is known to be complete at the end. A replica that never had
+        # rows waits for nothing, and leaves it to the others to say.
+        times_s = [entry.ready_s for entry in entries]
+        first_s, last_s = min(filter(None, times_s), default=0.0), max(times_s)
+        everyone_s = agree(group, "gradient times", [(at or last_s) - first_s for at in times_s])
+        numbers = {id(entry.parameter): number for number, entry in enumerate(entries)}
+        own = self._line.buckets
+        return tuned_plan(
+            self._mesh,
+            group,
+            # A reduction waits for the last of the ranks.
+            ready_s=[max(times) for times in zip(*everyone_s, strict=True)],
+            sizes_bytes=[entry.nbytes for entry in entries],
+            dtypes=[entry.parameter.dtype for entry in entries],
+            before=[[numbers[id(one)] for one in bucket.parameters] for bucket in own],
+            xp=xp,
+            divided=any(bucket.shard is not None for bucket in self.buckets),
+        )
 
     # -- a cycle: local until synchronize ---------------------------------------------
 
@@ -302,15 +390,14 @@ class GradientBuckets:
             ModuleStateError: If a parameter was frozen or unfrozen since the buckets were made.
         """
         self._check_frozen()
-        if not self._open:
+        if not self.begun:
             for bucket in self.buckets:
                 bucket.show()
             self._clear()
-            self._open = True
-        self._has_sums = False
+        self.sums = None
         self._line.check_abort = check_abort
         self._backwards += backwards
-        self._begun += 1
+        self.begun += 1
         for bucket in self.buckets:
             bucket.incomplete = len(bucket.parameters)
         self._announced += 1
@@ -351,8 +438,8 @@ class GradientBuckets:
                 f"rank {self._group.world_rank}: {parameter!r} is not registered with these buckets"
             )
         bucket = entry.bucket
-        if not self._open or (bucket is not None and bucket.handle is not None):
-            entry.check_addition(is_open=self._open)
+        if not self.begun or (bucket is not None and bucket.handle is not None):
+            raise entry.refused()
         if not entry.count and entry.uses == 0:
             self._counted.append(entry)
         entry.count += 1
@@ -399,16 +486,17 @@ class GradientBuckets:
         untouched = self.untouched() if strict else []
         self._line.finish()
         self._late.finish()
-        for entry in self._counted:
-            entry.end_cycle(self._backwards)
+        for entry in self._counted if self._backwards else ():
+            uses, rest = divmod(entry.count, self._backwards)
+            entry.uses = None if rest else uses
         for entry in self._without_bucket:
             parameter = entry.parameter
             if parameter.grad is None:
                 # As in a bucket, it gets a gradient of zeros.
                 parameter.grad = namespace(parameter.data).zeros(parameter.shape, entry.dtype)
         self._end()
-        self._cycles += 1
-        self._has_sums = True
+        self.cycles += 1
+        self.sums = self.cycles
         if strict:
             agree_touched(untouched, self._group)
 
@@ -443,7 +531,7 @@ class GradientBuckets:
             if entry.bucket is not None:
                 entry.parameter.detach_grad()
         self._entries.clear()
-        self._trained = ()
+        self.parameters = ()
         self._counted.clear()
         self._without_bucket.clear()
         self._line = self._late = Reductions([], NULL_TRACER)
@@ -456,7 +544,7 @@ class GradientBuckets:
         Raises:
             ModuleStateError: If one was frozen or unfrozen.
         """
-        if all(map(_IS_TRAINED, self._trained)) and not any(
+        if all(map(_IS_TRAINED, self.parameters)) and not any(
             parameter.requires_grad for _, parameter in self._frozen
         ):
             return
@@ -494,10 +582,56 @@ class GradientBuckets:
 
     def _end(self) -> None:
         """End a cycle: there is no whole sum to show where the ranks divide the buckets."""
-        self._open = False
-        self._begun = 0
+        self.begun = 0
         self._line.check_abort = None
         self._pool.end_step()
         for bucket in self.buckets:
             if bucket.shard is not None:
                 bucket.hide()
+
+
+def _make_entries(
+    parameters: list[Parameter],
+    names: Sequence[str] | None,
+    replicas: ProcessGroup,
+    groups: Sequence[ProcessGroup | None] | None,
+    grad_dtype: DType | None,
+) -> tuple[dict[int, BucketEntry], list[tuple[str, Parameter]]]:
+    """Return an entry for each parameter to train, by its id, in order; and the frozen ones.
+
+    To a name that several have, the number of the parameter is added, by which ranks know what they
+    speak of.
+    """
+    groups = [None] * len(parameters) if groups is None else groups
+    names = [parameter.name for parameter in parameters] if names is None else names
+    if len(names) != len(parameters):
+        raise ModuleError(f"got {len(names)} names for {len(parameters)} parameters")
+    if len(groups) != len(parameters):
+        raise ModuleError(f"got {len(groups)} groups for {len(parameters)} parameters")
+    entries: dict[int, BucketEntry] = {}
+    frozen: list[tuple[str, Parameter]] = []
+    often = Counter(names)
+    for place, (parameter, name, group) in enumerate(zip(parameters, names, groups, strict=True)):
+        if id(parameter) in entries:
+            raise ModuleError(f"parameter {name!r} is registered twice, the second time as {place}")
+        if parameter.on_ready is not None:
+            raise ModuleError(
+                f"parameter {name!r} is registered with other buckets: give a whole model to one "
+                "DataParallel or fully_shard, once; or take its layers out of the one before by "
+                "into_inner(), or call buckets.close() of a pipeline that is trained no more"
+            )
+        if often[name] > 1:  # of a weight in each of several layers
+            name = f"{name} of parameter {place}"
+        if parameter.requires_grad:
+            dtype = np.dtype(parameter.value().dtype)
+            if grad_dtype is not None:
+                dtype = np.promote_types(dtype, grad_dtype)
+            if dtype != parameter.dtype and not parameter.takes_wider_grad:
+                raise ModuleError(
+                    f"parameter {name!r} of {parameter.dtype} belongs to a library that keeps "
+                    f"gradients in the parameter's dtype: leave out grad_dtype={str(grad_dtype)!r}"
+                )
+            entries[id(parameter)] = BucketEntry(parameter, name, group or replicas, dtype)
+        else:
+            frozen.append((name, parameter))
+    return entries, frozen

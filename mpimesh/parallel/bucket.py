@@ -24,7 +24,7 @@ reduced: gradients come into arrays of their own, and are packed then. At stage 
 values lie in an array that its ranks have once, in memory that they give in turns: each rank
 changes its own part, and reads those of the others where they are. Nothing is gathered. Over
 several nodes, and on devices, a rank has its part only, and the others come layer by layer, see
-:mod:`mpimesh.parallel.gradients.layer_values`; or with hybrid sharding each node has all values
+:mod:`mpimesh.parallel.split_layers`; or with hybrid sharding each node has all values
 once, and the new ones are gathered as at stage 1.
 """
 

@@ -33,7 +33,7 @@ from mpimesh.layout.boxes import Box, local_box, slices, volume
 from mpimesh.mesh import Mesh
 from mpimesh.nn import Constant, Parameter
 from mpimesh.optim import Optimizer
-from mpimesh.parallel.gradients.bucket import Bucket, BucketShard
+from mpimesh.parallel.bucket import Bucket, BucketShard
 from mpimesh.runtime import CollectiveTensor, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call

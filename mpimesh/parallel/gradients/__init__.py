@@ -1,1 +1,0 @@
-"""Flat gradients of replicas: buckets, their sums, their parts, and how they are cut."""
