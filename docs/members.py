@@ -11,7 +11,7 @@ TASKS: dict[type, dict[str, str]] = {
     mm.DeviceMesh: {
         "Ranks and coordinates": """rank world_size coord coord_of coords_of rank_of rank_at
             neighbour offset_of place_in_group set_rank""",
-        "Dims": """mesh value name dims dim_names dim_size contains_dim contains_rank shape ndim
+        "Dims": """mesh name dims dim_names dim_size contains_dim contains_rank shape ndim
             size strides ids dims_text topology""",
         "Groups": """group get_group group_names in_group group_rank add_group groups num_groups
             group_index group_ranks""",

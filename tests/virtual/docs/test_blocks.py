@@ -248,7 +248,7 @@ def test_a_page(page, tmp_path, monkeypatch, request):
     text = (ROOT / page).read_text()
     for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
         if f'"{Path(picture).name}"' in text:  # the page draws what it shows
-            assert Path(picture).stat().st_size > 1000
+            assert Path(picture).stat().st_size > 500
             if os.environ.get("PAGES_REDRAW"):
                 shutil.copy(picture, ROOT / page.parent)
 
