@@ -19,7 +19,7 @@ def cells_of(page: str) -> list[tuple[str, str]]:
     """Return the cells of a page of MyST: ("markdown" or "code", source) in order."""
     page = re.sub(r"<!-- output -->\n```text\n.*?^```$", "", page, flags=re.M | re.S)
     page = re.sub(r"<!--.*?-->", "", page, flags=re.S)
-    page = re.sub(r"^!\[.*\)$", "", page, flags=re.M)
+    page = re.sub(r"^:::.*?^:::$", "", page, flags=re.M | re.S)  # pictures
     page = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", page)
     cells = []
     for number, text in enumerate(re.split(r"^```(?:python)?$", page, flags=re.M)):
