@@ -37,7 +37,7 @@ from mpimesh.layout.boxes import (
 )
 from mpimesh.store.files import sync, write_at
 
-__all__ = ["FORMATS", "ArrayFile", "Format", "chunks_of", "cut", "grid_tiles"]
+__all__ = ["FORMATS", "ArrayFile", "FlatArray", "Format", "chunks_of", "cut", "grid_tiles"]
 
 PIECE_BYTES = 4 << 20
 """Most memory for values on their way between a file and an array that lies otherwise."""
@@ -174,7 +174,7 @@ class FlatArray(ArrayFile):
         wide = self._widened(box)
         same = out.dtype == self._dtype and out.flags.c_contiguous
         if same and wide == box and extent(box) == out.shape:
-            self._fill(box, out)
+            self.fill(box, out)
             return
         for axis, row in enumerate(ranges):
             stride = prod(self._stored[axis + 1 :]) * self._dtype.itemsize
@@ -193,7 +193,7 @@ class FlatArray(ArrayFile):
             box = _enclosing(rows)
             wide = self._widened(box)
             piece = np.empty(extent(wide), self._dtype)
-            self._fill(wide, piece)
+            self.fill(wide, piece)
             steps: tuple[Any, ...] = (*[slice(None, None, row.step) for row in rows], ...)
             view(out, tile)[...] = view(piece, local_box(box, wide))[steps]
 
@@ -208,7 +208,7 @@ class FlatArray(ArrayFile):
             found[axis] = (0, self._stored[axis])
         return tuple(found)
 
-    def _fill(self, box: Box, out: HostArray) -> None:
+    def fill(self, box: Box, out: HostArray) -> None:
         """Read a box of the file into an array of its extent, which is C-contiguous."""
         memory, at = _memory(out), 0
         for start, stop in flat_runs(box, self._stored):

@@ -12,9 +12,9 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, get_args
 
@@ -32,13 +32,14 @@ from mpimesh.layout.boxes import (
     extent,
     global_box,
     local_box,
-    run_start,
     slices,
     tiles,
     view,
+    volume,
 )
 from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.group_core import GroupCore
+from mpimesh.store.array_formats import FlatArray
 from mpimesh.store.files import agreeing, as_folder, as_store_error, ranks_of_job
 from mpimesh.store.format import (
     MANIFEST,
@@ -59,9 +60,7 @@ Renaming: TypeAlias = "Mapping[str, str] | Callable[[str], str | None] | None"
 
 _CHUNK_BYTES = 8 << 20
 _MOST_BYTES = 1 << 20
-"""Of a read through memory of the reader: what is read stays in the cache for its checksum."""
-_MOST_GAP = 16 << 10
-"""Bytes that are read and dropped where that is quicker than another read."""
+"""Read at once for a checksum: what is read stays in the cache for it."""
 _MOST_OPEN = 64
 _WAIT_S, _NAP_S = 3.0, 0.05
 """A file system of a network may show on one node later what another one has written."""
@@ -393,7 +392,7 @@ class FileReader:
         verify: Whether checksums are compared of pieces that are read whole.
 
     Attributes:
-        read_bytes: Bytes that were read so far, with those of gaps between runs.
+        read_bytes: Bytes that were read so far, with those of gaps within pages.
 
     Example:
         >>> with FileReader(*read_manifest(Path("run/step-100"))) as reader:
@@ -415,9 +414,8 @@ class FileReader:
     def read(self, piece: Piece, entry: ArrayEntry, box: Box, out: HostArray) -> None:
         """Read what a piece has of a box of its array; nothing if they have nothing in common.
 
-        Runs of bytes are read straight into `out` if it has the array's dtype and is contiguous
-        there; else through memory of at most 1 MiB. Gaps under 16 KiB between runs are read, too.
-        The checksum of a piece is compared if the box has all of it.
+        See :class:`FlatArray`. Of a piece that the box has all of, the checksum is compared: it is
+        read in turns of at most 1 MiB, straight into `out` where that has its dtype and order.
 
         Shapes:
             out: the extent of `box`.
@@ -436,26 +434,12 @@ class FileReader:
         part = common(box, piece.box)
         if part is None:
             return
-        shape, dtype = extent(piece.box), file_dtype(entry.dtype)
         target = view(out, local_box(part, box))
-        within = local_box(part, piece.box)
-        digest = xxhash.xxh3_64() if self._verify and part == piece.box else None
-        for span in _spans(within, shape, _MOST_BYTES // dtype.itemsize, dtype.itemsize):
-            values = view(target, local_box(span, within))
-            begin = piece.begin + _number(span, shape, 0) * dtype.itemsize
-            is_run = run_start(span, shape) >= 0
-            if is_run and values.dtype == dtype and values.flags.c_contiguous:
-                data = values.reshape(-1).view(np.uint8)
-                self._fill(piece.file, begin, data)
-            else:
-                count = _number(span, shape, 1) - _number(span, shape, 0)
-                data = self._bytes(piece.file, begin, count * dtype.itemsize)
-                strides = [prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape))]
-                values[...] = np.ndarray(extent(span), dtype, data, strides=strides)
-            if digest is not None:
-                digest.update(data.data)
-        if digest is not None:
-            self._compare(piece, entry, digest)
+        if self._verify and part == piece.box:
+            self._read_whole(piece, entry, target)
+            return
+        with self._array(piece, entry) as array:
+            array.read(tuple(range(*edges) for edges in local_box(part, piece.box)), target)
 
     def check(self, piece: Piece, entry: ArrayEntry) -> None:
         """Read all of a piece, and compare its checksum if it has one.
@@ -464,13 +448,25 @@ class FileReader:
             DamagedError: If the file is missing or not as it was written.
             StoreError: If it cannot be read.
         """
-        digest = xxhash.xxh3_64()
-        end = piece.begin + entry.nbytes(piece)
-        for begin in range(piece.begin, end, _MOST_BYTES):
-            digest.update(self._bytes(piece.file, begin, min(end - begin, _MOST_BYTES)).data)
-        self._compare(piece, entry, digest)
+        self._read_whole(piece, entry, None)
 
-    def _compare(self, piece: Piece, entry: ArrayEntry, digest: xxhash.xxh3_64) -> None:
+    def _read_whole(self, piece: Piece, entry: ArrayEntry, out: HostArray | None) -> None:
+        """Read all of a piece, into `out` if there is one, and compare its checksum."""
+        digest, dtype = xxhash.xxh3_64(), file_dtype(entry.dtype)
+        with self._array(piece, entry) as array:
+            for tile in tiles(array.shape, max(1, _MOST_BYTES // dtype.itemsize)):
+                values = None if out is None else view(out, tile)
+                if values is None or values.dtype != dtype or not values.flags.c_contiguous:
+                    nbytes = volume(tile) * dtype.itemsize
+                    if self._memory.size < nbytes:
+                        self._memory = np.empty(nbytes, np.uint8)
+                    data = self._memory[:nbytes].view(dtype).reshape(extent(tile))
+                else:
+                    data = values
+                array.fill(tile, data)
+                digest.update(data.reshape(-1).view(np.uint8).data)
+                if values is not None and data is not values:
+                    values[...] = data
         if piece.digest is not None and digest.intdigest() != piece.digest:
             raise DamagedError(
                 f"{self._path(piece.file)} was changed since it was written: bytes {piece.begin} "
@@ -478,32 +474,18 @@ class FileReader:
                 "checkpoint"
             )
 
-    def _bytes(self, file: int, begin: int, nbytes: int) -> HostArray:
-        """Return bytes of a file in memory of the reader, valid until the next call."""
-        if self._memory.size < nbytes:
-            self._memory = np.empty(nbytes, np.uint8)
-        data = self._memory[:nbytes]
-        self._fill(file, begin, data)
-        return data
-
-    def _fill(self, file: int, begin: int, data: HostArray) -> None:
-        """Read bytes of a file into memory."""
-        rest = data.data
+    @contextmanager
+    def _array(self, piece: Piece, entry: ArrayEntry) -> Iterator[FlatArray]:
+        """Yield a piece as an array in its file, and count what is read of it."""
+        path, shape, dtype = self._path(piece.file), extent(piece.box), file_dtype(entry.dtype)
         try:
-            number = self._descriptor(file)
-            while rest:
-                count = os.preadv(number, [rest], begin)
-                if not count:
-                    raise DamagedError(
-                        f"{self._path(file)} was cut off while it was read, at byte {begin}; use "
-                        "another checkpoint"
-                    )
-                rest, begin = rest[count:], begin + count
-                self.read_bytes += count
+            array = FlatArray(self._descriptor(piece.file), path, piece.begin, shape, dtype)
+            yield array
         except StoreError:  # an OSError, too
             raise
         except OSError as error:
-            raise as_store_error(error, f"read {self._path(file)}") from error
+            raise as_store_error(error, f"read {path}") from error
+        self.read_bytes += array.read_bytes
 
     def _descriptor(self, file: int) -> int:
         """Return the descriptor of a file, which has the size that it was written with."""
@@ -549,34 +531,3 @@ class FileReader:
         """Close the files."""
         while self._open:
             os.close(self._open.popitem()[1])
-
-
-def _number(box: Box, shape: tuple[int, ...], end: int) -> int:
-    """Return the number of a box's first element in an array laid out flat; or its end."""
-    number = 0
-    for edges, size in zip(box, shape, strict=True):
-        number = number * size + edges[end] - end
-    return number + end
-
-
-def _spans(box: Box, shape: tuple[int, ...], most: int, itemsize: int) -> Iterator[Box]:
-    """Cut a box into boxes that are read at once, in memory order, of at most `most` elements.
-
-    Each is a run in an array of `shape`, or has gaps under 16 KiB, which count.
-
-    Example:
-        >>> list(_spans(((0, 4), (1, 3)), (4, 5), 8, 8))
-        [((0, 2), (1, 3)), ((2, 4), (1, 3))]
-    """
-    if run_start(box, shape) >= 0:
-        yield from (global_box(tile, box) for tile in tiles(extent(box), most))
-        return
-    axis = next(axis for axis, (start, stop) in enumerate(box) if stop - start > 1)
-    (first, last), inner, shape_inside = box[axis], box[axis + 1 :], shape[axis + 1 :]
-    step = prod(shape_inside)
-    row = _number(inner, shape_inside, 1) - _number(inner, shape_inside, 0)
-    rows = 1 if (step - row) * itemsize >= _MOST_GAP else max(1, (most - row) // step + 1)
-    for start in range(first, last, rows):
-        part = (*box[:axis], (start, min(start + rows, last)), *inner)
-        # Gaps between rows are wider than those in them: these are narrow, too.
-        yield from [part] if rows > 1 else _spans(part, shape, most, itemsize)

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from mpimesh.errors import DamagedError, StoreError
 from mpimesh.layout.boxes import Box, extent, view, whole
-from mpimesh.store import loading
+from mpimesh.store import array_formats, loading
 from mpimesh.store.format import ArrayEntry, Manifest, Piece, digest_of, file_dtype
 from mpimesh.store.loading import FileReader
 from tests.helpers.depth import examples
@@ -71,10 +71,11 @@ def cases(draw):
 @settings(max_examples=examples(1500))
 @given(cases())
 def test_any_box_of_any_pieces_is_numpys(case):
-    array, boxes, box, order, (most_bytes, most_gap) = case
+    array, boxes, box, order, (most_bytes, page_bytes) = case
     patch = pytest.MonkeyPatch()
     patch.setattr(loading, "_MOST_BYTES", most_bytes)
-    patch.setattr(loading, "_MOST_GAP", most_gap)
+    patch.setattr(array_formats, "PIECE_BYTES", most_bytes)
+    patch.setattr(array_formats, "_PAGE_BYTES", page_bytes)
     with patch.context(), tempfile.TemporaryDirectory() as name:
         manifest = write(Path(name), array, boxes)
         entry = manifest.arrays["w"]
@@ -105,7 +106,7 @@ def test_values_are_cast(tmp_path):
     [
         (((5, 9), (0, 8192)), 4 * 8192 * 4),  # a run
         (((0, 16), (0, 1024)), 16 * 1024 * 4),  # gaps of 28 KiB: each run by itself
-        (((0, 16), (0, 6144)), (15 * 8192 + 6144) * 4),  # gaps of 8 KiB: read, too
+        (((0, 16), (0, 6144)), 16 * 6144 * 4),  # of 8 KiB
         (((0, 16), (8190, 8192)), 16 * 2 * 4),
         (((3, 3), (0, 8192)), 0),
     ],
@@ -199,7 +200,7 @@ def test_a_file_that_is_cut_off_while_it_is_open(stored):
     with FileReader(folder, manifest) as reader:
         reader.check(entry.pieces[0], entry)
         os.truncate(folder / "a", 100)
-        with raises(DamagedError, str(folder / "a"), "at byte 100"):
+        with raises(DamagedError, str(folder / "a"), "100 bytes", "cut off"):
             reader.read(entry.pieces[0], entry, whole(entry.shape), np.empty(entry.shape))
 
 
