@@ -147,13 +147,13 @@ class Batches:
                 "dim": self._dim,
             }
 
-        told = agree_alike(self._mesh.group(), "data.Batches", arguments)
-        self.rows: int = told["rows"]
-        self.batch_size: int = told["batch_size"]
-        self.parts: int = told["parts"]
-        self.seed: int = told["seed"]
-        self.shuffle: bool = told["shuffle"]
-        self.drop_last: bool = told["drop_last"]
+        settings = agree_alike(self._mesh.group(), "data.Batches", arguments)
+        self.rows: int = settings["rows"]
+        self.batch_size: int = settings["batch_size"]
+        self.parts: int = settings["parts"]
+        self.seed: int = settings["seed"]
+        self.shuffle: bool = settings["shuffle"]
+        self.drop_last: bool = settings["drop_last"]
         self._position = 0
         self._order: tuple[tuple[int, int], HostArray] = ((-1, -1), np.empty(0, np.int64))
         self._ahead: deque[Future[Tree | None]] = deque()
@@ -298,12 +298,12 @@ class Batches:
             except ModuleError as error:
                 problem = error
         call = Call("Batches.next", self._mesh.group().name)
-        told = agree(self._mesh.group(), call, mine, problem=problem)
-        forms = [Structure.from_json(one[0]) for one in told if one is not None]
+        everyone = agree(self._mesh.group(), call, mine, problem=problem)
+        forms = [Structure.from_json(one[0]) for one in everyone if one is not None]
         if any(form != forms[0] for form in forms):
             rows = "\n".join(
                 f"  rank {rank}: {Structure.from_json(one[0])}"
-                for rank, one in enumerate(told)
+                for rank, one in enumerate(everyone)
                 if one is not None
             )
             raise on_all_ranks(

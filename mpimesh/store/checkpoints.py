@@ -13,13 +13,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from mpimesh.arguments import as_flag, as_int, shown
-from mpimesh.errors import DamagedError, MpimeshError, StoreError
+from mpimesh.errors import DamagedError, StoreError
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.store.files import (
     PART,
     agreed,
+    agreeing,
     as_folder,
-    as_store_error,
     ranks_of_job,
     sync,
     temporary_beside,
@@ -108,20 +108,16 @@ class Checkpoints:
         self._closed = False
         self.folder = as_folder(folder)
         self._settle()  # another one's save may be under way, in a folder that is removed here
-        problem: MpimeshError | None = None
-        found: list[int | None] = []
-        try:
+        doing = f"keep checkpoints in {self.folder}"
+        with agreeing(self._core, f"Checkpoints in {self.folder}", doing) as rows:
             self.keep = None if keep is None else as_int(keep, "keep", StoreError, least=1)
             self.every = as_int(every, "every", StoreError, least=1)
             self.wait = as_flag(wait, "wait", StoreError)
             self._file_bytes = as_int(file_bytes, "file_bytes", StoreError, least=1)
-            found = [self.keep, self.every]
+            rows.append([self.keep, self.every])
             if self._is_first:
                 self._prepare()
-        except OSError as error:
-            problem = as_store_error(error, f"keep checkpoints in {self.folder}")
-        rows = agreed(self._core, f"Checkpoints in {self.folder}", found, problem=problem)
-        if any(row != found for row in rows):
+        if any(row != rows[0] for row in rows):
             raise StoreError(f"all ranks keep the same checkpoints, got {rows}")
         self._step = self._pending = 0
         self._known = set(self.steps)  # before, and saved here: not those of another program

@@ -57,9 +57,7 @@ _ALIGNMENT = 64
 _MOST_HEADER = 100_000_000  # as the library safetensors has it
 _MOST_BYTES = (1 << 63) - 1
 _MOST_AXES = 64  # of NumPy
-_MOST_LEVELS = 200
 _METADATA = "__metadata__"
-_FLOAT = "$float"
 
 # fmt: off
 _CODES = {
@@ -121,7 +119,7 @@ class Manifest:
 
     Attributes:
         arrays: The arrays by name.
-        values: JSON values by name.
+        values: JSON values by name, of :func:`to_json`.
         tree: How the saved tree was built, in JSON.
         files: Names, relative to the folder, and sizes in bytes.
     """
@@ -134,11 +132,7 @@ class Manifest:
     def text(self) -> bytes:
         """Return the manifest as JSON, which ends with a checksum of all before it.
 
-        Numbers that JSON has not, NaN and the infinities, are in it as ``{"$float": "nan"}``; the
-        keys of dicts that begin with ``$`` get another one.
-
         Raises:
-            StoreError: If a value is none that JSON can say, or is nested too deeply.
             DTypeError: If an array has a dtype that no file of safetensors can hold.
         """
         members = {
@@ -148,11 +142,8 @@ class Manifest:
             "arrays": _lines(
                 (name, _dumps(_entry_to_json(name, entry))) for name, entry in self.arrays.items()
             ),
-            "values": _lines(
-                (name, _dumps(_to_json(value, f"value {shown(name)}")))
-                for name, value in self.values.items()
-            ),
-            "tree": _dumps(_to_json(self.tree, "the tree")),
+            "values": _lines((name, _dumps(value)) for name, value in self.values.items()),
+            "tree": _dumps(self.tree),
         }
         body = ",\n".join(f'"{name}":{text}' for name, text in members.items())
         text = f"{{{body}".encode("ascii")
@@ -613,11 +604,8 @@ def _manifest_from_json(content: dict[str, Any]) -> Manifest:
         for name, about in _of(content["arrays"], dict, "the table of arrays").items()
     }
     _check_apart(arrays)
-    values = {
-        name: _from_json(value)
-        for name, value in _of(content["values"], dict, "the table of values").items()
-    }
-    return Manifest(arrays, values, _from_json(content["tree"]), tuple(files))
+    values = _of(content["values"], dict, "the table of values")
+    return Manifest(arrays, values, content["tree"], tuple(files))
 
 
 def _entry_from_json(about: Any, what: str, files: Sequence[tuple[str, int]]) -> ArrayEntry:
@@ -659,42 +647,3 @@ def _check_apart(arrays: Mapping[str, ArrayEntry]) -> None:
     for (file, _, end, name), (next_file, begin, _, other) in pairwise(ranges):
         if file == next_file and begin < end:
             _wrong(f"arrays {shown(name)} and {shown(other)} share bytes of file {file}")
-
-
-def _to_json(value: Value, what: str, level: int = 0) -> Any:
-    """Return a value in which each number is one that JSON has."""
-    if level > _MOST_LEVELS:
-        raise StoreError(f"{what} is nested more than {_MOST_LEVELS} levels deep")
-    if isinstance(value, float) and not math.isfinite(value):
-        return {_FLOAT: str(float(value))}
-    if isinstance(value, int) and value.bit_length() > 4096:
-        raise StoreError(f"{what} has a number of {value.bit_length()} bits; at most 4096 are kept")
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list):
-        return [_to_json(item, what, level + 1) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {
-            f"${key}" if key.startswith("$") else key: _to_json(item, what, level + 1)
-            for key, item in value.items()
-        }
-    raise StoreError(
-        f"{what} has {shown(value)}, which JSON cannot say: values are None, truth values, "
-        "numbers, texts, lists, and dicts whose keys are texts"
-    )
-
-
-def _from_json(value: Any, level: int = 0) -> Value:
-    """Undo :func:`_to_json`."""
-    if level > _MOST_LEVELS:
-        _wrong(f"a value is nested more than {_MOST_LEVELS} levels deep")
-    if isinstance(value, list):
-        return [_from_json(item, level + 1) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {_FLOAT}:
-        text = value[_FLOAT]
-        if text not in ("nan", "inf", "-inf"):
-            _wrong(f"there is no number {shown(text)}")
-        return float(text)
-    return {key.removeprefix("$"): _from_json(item, level + 1) for key, item in value.items()}

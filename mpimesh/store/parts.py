@@ -1,17 +1,19 @@
 """Contents of a checkpoint: a rank's parts of arrays, and values as JSON can say them.
 
-Values that JSON has not are a dict with one key, such as ``$tuple``.
+Values that JSON has not are a dict with one key, such as ``$$tuple``.
 """
 
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from mpimesh.arguments import shown
 from mpimesh.arrays import Array, DType, refuse_objects
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.errors import DamagedError, MpimeshError, ShapeError, StoreError
@@ -114,28 +116,38 @@ class Storable(Protocol):
 
 
 def to_json(value: Any, name: str) -> Value:
-    """Return a value as JSON can say it, so that :func:`from_json` gives it again."""
+    """Return a value as JSON can say it, so that :func:`from_json` gives it again.
+
+    Raises:
+        StoreError: If it is none that is saved; `name` is for the message.
+    """
     if value is None or isinstance(value, bool):
         return value
-    for kind in (int, float, str):  # float64 of NumPy, and the value of a loss, are floats
-        if isinstance(value, kind):
-            return kind(value)
+    if isinstance(value, int):
+        if value.bit_length() > 4096:
+            bits = value.bit_length()
+            raise StoreError(f"{name} has a number of {bits} bits; at most 4096 are saved")
+        return int(value)
+    if isinstance(value, float):  # float64 of NumPy, and the value of a loss, too
+        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+    if isinstance(value, str):
+        return str(value)
     if isinstance(value, np.generic):
         refuse_objects(value.dtype)
         raw = base64.b64encode(np.asarray(value).tobytes()).decode()
-        return {"$numpy": [dtype_to_json(value.dtype), raw]}
+        return {"$$numpy": [dtype_to_json(value.dtype), raw]}
     if isinstance(value, complex):
-        return {"$complex": [value.real, value.imag]}
+        return {"$$complex": [to_json(value.real, name), to_json(value.imag, name)]}
     if type(value) is bytes:
-        return {"$bytes": base64.b64encode(value).decode()}
+        return {"$$bytes": base64.b64encode(value).decode()}
     if type(value) is list:
         return [to_json(entry, name) for entry in value]
     if type(value) is tuple:
-        return {"$tuple": [to_json(entry, name) for entry in value]}
+        return {"$$tuple": [to_json(entry, name) for entry in value]}
     if type(value) is dict:
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: to_json(entry, name) for key, entry in value.items()}
-        return {"$dict": [[to_json(k, name), to_json(v, name)] for k, v in value.items()]}
+        return {"$$dict": [[to_json(k, name), to_json(v, name)] for k, v in value.items()]}
     raise StoreError(
         f"{name or 'the tree'} is a {type(value).__name__}, which cannot be saved: a checkpoint "
         "holds arrays, models, optimizers, objects with state_dict() and load_state_dict(), and "
@@ -149,29 +161,35 @@ def from_json(value: Value) -> Any:
     Raises:
         DamagedError: If it gave no such thing.
     """
+    try:
+        return _from_json(value)
+    except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError, MpimeshError) as e:
+        raise DamagedError(f"no value of a checkpoint is {shown(value)}: {e}") from None
+
+
+def _from_json(value: Value) -> Any:
     if isinstance(value, list):
-        return [from_json(entry) for entry in value]
+        return [_from_json(entry) for entry in value]
     if not isinstance(value, dict):
         return value
-    if not (len(value) == 1 and (kind := next(iter(value))).startswith("$")):
-        return {key: from_json(entry) for key, entry in value.items()}
-    inner = value[kind]
-    try:
-        if kind == "$complex":
-            return complex(*inner)
-        if kind == "$bytes":
-            return base64.b64decode(inner, validate=True)
-        if kind == "$tuple":
-            return tuple(map(from_json, inner))
-        if kind == "$dict":
-            return {from_json(key): from_json(entry) for key, entry in inner}
-        if kind == "$numpy":
-            raw, dtype = base64.b64decode(inner[1], validate=True), dtype_from_json(inner[0])
-            refuse_objects(dtype)
-            if not dtype.itemsize:
-                return dtype.type(raw)
-            (number,) = np.frombuffer(raw, dtype)
-            return number
-    except (TypeError, ValueError, ArithmeticError, LookupError, MpimeshError) as error:
-        raise DamagedError(f"a value of the checkpoint is no {kind[1:]}: {error}") from None
-    raise DamagedError(f"a value of the checkpoint is a {kind[1:]}, which is not known here")
+    kind, inner = next(iter(value.items()), ("", None))
+    if len(value) != 1 or not kind.startswith("$"):
+        return {key: _from_json(entry) for key, entry in value.items()}
+    if kind == "$float" and inner in ("nan", "inf", "-inf"):
+        return float(inner)
+    if kind == "$$complex":
+        return complex(*map(_from_json, inner))
+    if kind == "$$bytes":
+        return base64.b64decode(inner, validate=True)
+    if kind == "$$tuple":
+        return tuple(map(_from_json, inner))
+    if kind == "$$dict":
+        return {_from_json(key): _from_json(entry) for key, entry in inner}
+    if kind == "$$numpy":
+        raw, dtype = base64.b64decode(inner[1], validate=True), dtype_from_json(inner[0])
+        refuse_objects(dtype)
+        if not dtype.itemsize:
+            return dtype.type(raw)
+        (number,) = np.frombuffer(raw, dtype)
+        return number
+    raise ValueError(f"{kind} is not known here")

@@ -41,12 +41,12 @@ def test_arrays_without_bytes_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inner", [{}, [], ["<f8"]])
 def test_a_forged_number_is_damage(inner: Any) -> None:
     with raises(DamagedError, "numpy"):
-        parts.from_json({"$numpy": inner})
+        parts.from_json({"$$numpy": inner})
 
 
 def test_a_forged_complex_number_is_damage() -> None:
     with raises(DamagedError, "complex"):
-        parts.from_json({"$complex": [10**400, 0]})
+        parts.from_json({"$$complex": [10**400, 0]})
 
 
 def test_an_array_and_a_value_do_not_get_one_name(tmp_path: Path) -> None:
