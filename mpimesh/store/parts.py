@@ -172,6 +172,7 @@ def _from_json(value: Value) -> Any:
         return [_from_json(entry) for entry in value]
     if not isinstance(value, dict):
         return value
+    inner: Any
     kind, inner = next(iter(value.items()), ("", None))
     if len(value) != 1 or not kind.startswith("$"):
         return {key: _from_json(entry) for key, entry in value.items()}
