@@ -48,7 +48,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mpimesh.errors import SettingsError
 
@@ -76,18 +76,6 @@ AlgorithmName = Literal[
     "in_place", "chunks", "two_levels", "virtual",
 ]  # fmt: skip
 """Ways of moving host memory by name, so that a type checker finds a misspelt one."""
-ALGORITHM_NAMES = (
-    "centralized",
-    "tree(2)",
-    "ring",
-    "mpi",
-    "slots",
-    "in_place",
-    "chunks",
-    "two_levels",
-    "virtual",
-)
-"""Of those that move host memory; a tree can have more than 2 branches."""
 _TREE = re.compile(r"tree\(([1-9]\d{0,5})\)")
 
 
@@ -180,6 +168,10 @@ def tree_arity(algorithm: str) -> int:
     tree = _TREE.fullmatch(algorithm)
     arity = 0 if tree is None else int(tree[1])
     return arity if arity > 1 else 0
+
+
+ALGORITHM_NAMES = tuple(name for name in get_args(AlgorithmName) if tree_arity(name) < 3)
+"""Of those that move host memory; a tree can have more than 2 branches."""
 
 
 def _word(variable: str, text: str) -> str:

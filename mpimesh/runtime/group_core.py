@@ -23,7 +23,7 @@ from mpimesh.arrays import (
     is_cupy,
     refuse_objects,
 )
-from mpimesh.comm import Communicator, Request, StagedRequest, Steps, run_steps
+from mpimesh.comm import Communicator, Request, Steps, run_steps
 from mpimesh.comm.algorithms import Algorithms
 from mpimesh.comm.device_strategy import steps_in
 from mpimesh.comm.requests import Condition
@@ -550,10 +550,6 @@ class GroupCore:
         if not self.context.settings.checks or not isinstance(x, np.ndarray):
             return None
         return self.context.world.locks.lock(x, call)
-
-    def stage(self, chain: object, steps: Steps) -> StagedRequest:
-        """Start an operation of several steps on `chain`."""
-        return self.progress.stage(chain, steps)
 
     def abandon(self, *buffers: object) -> None:
         """Keep the buffers of what has failed here and may go on elsewhere, for ever.

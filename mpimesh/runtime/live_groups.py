@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,13 @@ from mpimesh.errors import GroupError, MismatchError, RankError, UnresolvedError
 from mpimesh.mesh import WORLD, GroupSpec, Mesh, NamesLike
 from mpimesh.mesh.dims import parse_names
 from mpimesh.mesh.topology import check_group_name
-from mpimesh.runtime.agreement import agree, agree_alike
+from mpimesh.runtime.agreement import AgreeingRanks, agree, agree_alike
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.deadlock import Mail
 from mpimesh.runtime.group import Backend, ProcessGroup
 from mpimesh.runtime.world import MeshContext, solo_communicator
 
-__all__ = ["LiveGroups", "counts", "refuse_unreceived", "refuse_unresolved"]
+__all__ = ["LiveGroups", "refuse_unfinished"]
 
 _FORCED: tuple[Backend, ...] = ("mpi", "node_shared", "nccl")
 
@@ -159,8 +159,8 @@ class LiveGroups:
         counts = {group.name: group._core.started for group in self._groups.values()}
         return {name: count for name, count in counts.items() if count}
 
-    def mails(self) -> list[tuple[tuple[int, ...], str, Mail]]:
-        """Return ranks, name and messages of each communicator; none without checks."""
+    def mails(self) -> Mails:
+        """Return the messages of each communicator; nothing without checks."""
         return [
             (family.ranks, one.name, one.mail)
             for family in self._families
@@ -310,8 +310,7 @@ class LiveGroups:
 
     def close(self, group: ProcessGroup) -> None:
         """Drop a group of the user's. Collective over its ranks; a non-member forgets the name."""
-        made = self._custom[group.name]
-        family = made.family
+        context, family = self._context, self._custom[group.name].family
         communicator = family.communicator
         if group.rank is not None and communicator is not None:
             others = [
@@ -320,14 +319,27 @@ class LiveGroups:
                 if one is not group and one.rank is not None and one.communicator is communicator
             ]
             last = family.owned and not others
-            unended = _part_together(group, communicator, self._context, last=last)
+            calls = [str(one._call) for one in context.open_work.all() if one._group is group._core]
+            mail = communicator.mail if last else None
+            unended = refuse_unfinished(
+                group,
+                Call("close", group.name),
+                f"group {group.name!r} cannot be closed",
+                group.ranks,
+                calls,
+                unended=context.unended,
+                unread=communicator.unread,
+                mails=[] if mail is None else [(tuple(group.ranks), communicator.name, mail)],
+            )
             if last:
-                with self._context.progress.watched(Call("close", group.name), communicator):
-                    self._context.free(communicator, unended=unended)
+                # The communicator is kept for what nobody receives any more, not the mesh.
+                context.unread -= communicator.unread
+                with context.progress.watched(Call("close", group.name), communicator):
+                    context.free(communicator, unended=unended)
                 family.communicator, family.freed = None, True
-            elif family.owned and communicator.name == self._context.full_name(group.name):
+            elif family.owned and communicator.name == context.full_name(group.name):
                 # Another group may get the name, and its communicator.
-                self._context.rename(communicator, others[0].name)
+                context.rename(communicator, others[0].name)
         group._core.shut()
         del self._groups[group.name]
 
@@ -475,93 +487,82 @@ class LiveGroups:
 # -- the end of groups and meshes: together, and with nothing left that was started ----------------
 
 
-def _part_together(
-    group: ProcessGroup, communicator: Communicator, context: MeshContext, *, last: bool
+Mails = Sequence[tuple[tuple[int, ...], str, Mail]]
+"""Ranks, name and messages of communicators."""
+
+
+def refuse_unfinished(
+    ranks: AgreeingRanks,
+    call: Call,
+    refused: str,
+    members: Sequence[int],
+    unresolved: list[str],
+    *,
+    unended: bool,
+    unread: int,
+    mails: Mails,
 ) -> bool:
-    """Collective: return when all ranks of a group may drop it.
+    """Raise on all ranks if any has open work, or a message was sent that nobody has received.
+
+    Collective.
 
     Args:
-        group: The group.
-        communicator: Its communicator.
-        context: That of its mesh.
-        last: Whether no other group has the communicator, alike on all its ranks.
+        ranks: The ranks.
+        call: What they do.
+        refused: What cannot be done then, as a sentence.
+        members: Their numbers in the mesh.
+        unresolved: The calls whose results this rank has not taken.
+        unended: Whether something may be under way that this rank does not wait for any more.
+        unread: Messages that it has sent, less those that it has begun to receive.
+        mails: The communicators of which all messages must have been received.
 
     Returns:
-        Whether something may yet be under way, alike on all ranks.
+        Whether something may yet be under way, alike on all ranks: what one keeps, the others must
+        not use for something else.
 
     Raises:
-        UnresolvedError: On every rank, if any has operations of the group that are not resolved.
-        MismatchError: On every rank, if they close different groups; with checks on, if `last` and
-            a message was sent that nobody has received.
+        UnresolvedError: On every rank, if any has open work.
+        MismatchError: On every rank, if a message was not received.
     """
-    call = Call("close", group.name)
-    mine = [str(work._call) for work in context.open_work.all() if work._group is group._core]
-    told = agree(group, call, [mine, context.unended, communicator.unread])
-    refused = f"group {group.name!r} cannot be closed"
-    refuse_unresolved(refused, [texts for texts, *_ in told], group.ranks)
-    if not last:
-        return False
-    if communicator.mail is not None:
-        mails = [(tuple(group.ranks), communicator.name, communicator.mail)]
-        rows_of_all = agree(group, call, counts(mails, context.rank))
-        refuse_unreceived(refused, rows_of_all)
-    # Of what nobody receives any more the mesh need not know: the communicator is kept for it.
-    context.unread -= communicator.unread
-    return any(unended for *_, unended, _ in told) or sum(unread for *_, unread in told) != 0
-
-
-def refuse_unresolved(
-    refused: str, everyone: Sequence[Sequence[str]], ranks: Sequence[int] | None = None
-) -> None:
-    """Raise if any rank has operations that are not resolved.
-
-    Args:
-        refused: What cannot be done, as a sentence.
-        everyone: The operations of each rank.
-        ranks: The ranks; counted from 0 if None.
-
-    Raises:
-        UnresolvedError: On every rank.
-    """
-    if not any(everyone):
-        return
-    rows = "\n".join(
+    rows = agree(ranks, call, [unresolved, unended, unread])
+    open_work = "\n".join(
         f"  rank {rank}: {text}"
-        for rank, texts in zip(ranks or range(len(everyone)), everyone, strict=True)
+        for rank, (texts, *_) in zip(members, rows, strict=True)
         for text in texts[:8]
     )
-    raise on_all_ranks(
-        UnresolvedError(
-            f"{refused}: these operations were started and never resolved; "
-            f"keep what they return and call resolve() on it before:\n{rows}"
+    if open_work:
+        raise on_all_ranks(
+            UnresolvedError(
+                f"{refused}: these operations were started and never resolved; "
+                f"keep what they return and call resolve() on it before:\n{open_work}"
+            )
         )
-    )
+    if mails:
+        me = members[ranks.communicator.rank]
+        _refuse_unreceived(refused, agree(ranks, call, _message_counts(mails, me)))
+    return any(one for _, one, _ in rows) or sum(number for *_, number in rows) != 0
 
 
-def counts(mails: Iterable[tuple[tuple[int, ...], str, Mail]], rank: int) -> list[Any]:
-    """Return what this rank has sent and received, for :func:`refuse_unreceived`. Local.
-
-    Args:
-        mails: Ranks, name and messages of each communicator.
-        rank: This rank.
-    """
+def _message_counts(mails: Mails, rank: int) -> list[Any]:
+    """Return what this rank has sent and received, as :func:`_refuse_unreceived` takes it."""
     sent, received = [], []
     for ranks, name, mail in mails:
-        for (peer, tag), count in mail.sent.items():
-            text = str(mail.calls[peer, tag])
-            sent.append([[name, rank, ranks[peer], tag], count, text])
+        sent += [
+            [[name, rank, ranks[peer], tag], count, str(mail.calls[peer, tag])]
+            for (peer, tag), count in mail.sent.items()
+        ]
         received += [
             [[name, ranks[peer], rank, tag], count] for (peer, tag), count in mail.received.items()
         ]
     return [sent, received]
 
 
-def refuse_unreceived(refused: str, everyone: Sequence[Sequence[Any]]) -> None:
+def _refuse_unreceived(refused: str, everyone: Sequence[Sequence[Any]]) -> None:
     """Raise if a message was sent that nobody has received.
 
     Args:
         refused: What cannot be done, as a sentence.
-        everyone: What :func:`counts` gives on each rank.
+        everyone: What :func:`_message_counts` gives on each rank.
 
     Raises:
         MismatchError: On every rank.

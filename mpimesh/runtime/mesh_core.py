@@ -45,12 +45,7 @@ from mpimesh.runtime.call import Call, call_site, site_line
 from mpimesh.runtime.group import Backend, ProcessGroup
 from mpimesh.runtime.launch import Launch
 from mpimesh.runtime.link_speeds import measured_links
-from mpimesh.runtime.live_groups import (
-    LiveGroups,
-    counts,
-    refuse_unreceived,
-    refuse_unresolved,
-)
+from mpimesh.runtime.live_groups import LiveGroups, refuse_unfinished
 from mpimesh.runtime.work import OpenWork
 from mpimesh.runtime.world import MeshContext, world_of
 from mpimesh.settings import Settings
@@ -161,7 +156,7 @@ class MeshCore:
             lambda: self._fitting(groups, dims),
             lambda made: f"{made[0]}, {made[1]}",
         )
-        self._refuse_unresolved("reshape", "reshaped")
+        self._refuse_unfinished("reshape", "reshaped")
         fresh = groups.rebuild(mesh)
         self._settle(mesh, topology)
         self._add_own_groups(fresh)
@@ -172,7 +167,7 @@ class MeshCore:
         """Move to another communicator of the same ranks. See :meth:`DeviceMesh.set_comm`."""
         groups = self.live("set the communicator of")
         groups.settle("set_comm")
-        self._refuse_unresolved("set_comm", "moved")
+        self._refuse_unfinished("set_comm", "moved")
         context = self.context
         control = context.world.open_communicator(comm, context.settings)
         ranks = agree(context, Call("set_comm", WORLD), [control.rank, control.size])
@@ -262,7 +257,7 @@ class MeshCore:
         context = self.context
         if self.closed or context.forked:
             return
-        self._refuse_unresolved("close", "closed", leaving=leaving)
+        self._refuse_unfinished("close", "closed", leaving=leaving)
         self.closed = context.closed = True
         with context.progress.watched(Call("close", WORLD), context.communicator):
             if self.groups is not None:
@@ -295,42 +290,34 @@ class MeshCore:
         except TransportError:
             return False
 
-    def _refuse_unresolved(self, action: str, done: str, *, leaving: bool = False) -> None:
-        """Raise on all ranks if any has open operations: `action` is not `done` then.
+    def _refuse_unfinished(self, action: str, done: str, *, leaving: bool = False) -> None:
+        """Raise on all ranks if any has open work, or messages that nobody has received.
 
         Args:
             action: What was asked for.
             done: The same, as something done.
             leaving: Whether all leave by an error, after which messages may not be received.
         """
-        context, call = self.context, Call(action, WORLD)
+        context, control, call = self.context, self.context.communicator, Call(action, WORLD)
         while context.before_close and not leaving:
             context.before_close.pop()()
-        if context.settings.checks and self.groups is not None:
-            # Found here, a rank that goes on while the others stop gets an answer.
-            agree(self.groups, call)
-        mine = [str(work._call) for work in context.open_work.all()]
-        rows = agree(context, call, [mine, context.unended, context.unread])
-        # On all ranks alike: what one keeps, the others must not use for something else.
-        context.unended = any(unended for _, unended, _ in rows)
-        unresolved = [texts for texts, _, _ in rows]
-        if not any(unresolved):
-            # A message that nobody has received would be the first of another mesh.
-            context.unended |= sum(unread for _, _, unread in rows) != 0
-            if not leaving:
-                self._refuse_unreceived(call, done)
-            return
-        refuse_unresolved(f"the mesh cannot be {done}", unresolved)
-
-    def _refuse_unreceived(self, call: Call, done: str) -> None:
-        """With checks on, raise on all ranks if a message was sent that nobody has received."""
-        context, control = self.context, self.context.communicator
-        if not context.settings.checks:
-            return
-        mails = [] if self.groups is None else self.groups.mails()
-        mails.append((tuple(range(control.size)), control.name, control.mail))
-        rows = agree(context, call, counts(mails, control.rank))
-        refuse_unreceived(f"the mesh cannot be {done}", rows)
+        everyone, mails = range(control.size), list[Any]()
+        if context.settings.checks:
+            if self.groups is not None:
+                # Found here, a rank that goes on while the others stop gets an answer.
+                agree(self.groups, call)
+                mails += self.groups.mails()
+            mails.append((tuple(everyone), control.name, control.mail))
+        context.unended = refuse_unfinished(
+            context,
+            call,
+            f"the mesh cannot be {done}",
+            everyone,
+            [str(work._call) for work in context.open_work.all()],
+            unended=context.unended,
+            unread=context.unread,
+            mails=[] if leaving else mails,
+        )
 
 
 class RankDevices:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpimesh.arguments import as_flag, as_shape, shown
+from mpimesh.arguments import as_flag, as_int, as_shape
 from mpimesh.arrays import (
     Array,
     DType,
@@ -204,7 +204,7 @@ def _send(group: GroupCore, x: Array, dest: int, tag: int, label: str | None) ->
     steps = _send_steps(group, parcel, dest, 2 * tag)
     scope = StreamScope.of(data)
     # A chain that nobody else uses: sends start at once.
-    request = group.stage(object(), steps if scope is None else steps_in(scope, steps))
+    request = group.progress.stage(object(), steps if scope is None else steps_in(scope, steps))
     unlock = None if scope is not None else group.lock(x, call)
     return CollectiveTensor(group, call, request, unlock=unlock, scope=scope, nbytes=data.nbytes)
 
@@ -238,7 +238,7 @@ def recv(
 
     steps = all_steps()
     scope = group.scope_if_any()
-    request = group.stage(chain, steps if scope is None else steps_in(scope, steps))
+    request = group.progress.stage(chain, steps if scope is None else steps_in(scope, steps))
     return CollectiveTensor(group, call, request, scope=scope)
 
 
@@ -270,8 +270,7 @@ def shift(
     """Start to send `x` along the group; see :meth:`ProcessGroup.shift`."""
     rank = group.member("shift")
     data = group.operand(x)
-    if not isinstance(offset, int | np.integer):
-        raise RankError(f"offset must be a whole number of places, got {shown(offset)}")
+    offset = as_int(offset, "offset", RankError)
     wrap = as_flag(wrap, "wrap", GroupError)
     dest, source = rank + offset, rank - offset
     if wrap:
@@ -286,7 +285,9 @@ def shift(
         # Both under way at once: a ring of ranks that all send first must not wait.
         sent = []
         if 0 <= dest < group.size:
-            sent.append(group.stage(object(), _send_steps(group, parcel, dest, _SHIFT_TAG)))
+            sent.append(
+                group.progress.stage(object(), _send_steps(group, parcel, dest, _SHIFT_TAG))
+            )
         if 0 <= source < group.size:
             result = yield from _recv_steps(group, source, _SHIFT_TAG, (None, None), None, arrival)
         yield from sent
@@ -365,8 +366,7 @@ def _check_peer(group: GroupCore, rank: int, what: str, tag: int) -> None:
     mine = group.member("send" if what == "dest" else "recv")
     if group.check_rank(rank, what) == mine:
         raise RankError(f"{what} is this rank, {mine}, of group {group.name!r}; use a copy")
-    if not isinstance(tag, int | np.integer) or not 0 <= tag <= MAX_TAG:
-        raise RankError(f"tag must be a whole number from 0 to {MAX_TAG}, got {shown(tag)}")
+    as_int(tag, "tag", RankError, least=0, most=MAX_TAG)
 
 
 def _parcel(group: GroupCore, data: Array) -> list[Array]:

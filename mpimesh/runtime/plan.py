@@ -9,10 +9,10 @@ dtype and arguments, binds it to its arrays, which makes it `Prepared`, and star
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -90,6 +90,7 @@ class PlanningGroup(Protocol):
     ) -> Array: ...
 
 
+@dataclass(slots=True, eq=False)
 class Plan:
     """A collective of a group, worked out but for the arrays.
 
@@ -105,7 +106,7 @@ class Plan:
         incoming: The blocks that come.
         divisor: By which the result is divided.
         receives: How what this rank receives is counted.
-        nbytes: Bytes that this rank puts in; those of `data` if None.
+        nbytes: Bytes that this rank puts in; those of `data` if below 0.
         also: Compares more over the ranks before each start; None if no more is to be compared.
         sends: Whether this rank's array is read.
         in_place: Whether the transport can reduce an array where it lies.
@@ -113,59 +114,60 @@ class Plan:
             compare it, too.
 
     Attributes:
-        digest: Of what the ranks compare; 0 if they do not.
+        digest: Of what the ranks compare; 0 if they do not; set by the group.
         tally: Counts its starts; set by the group.
         kept: What earlier calls have prepared, by where their arrays lie; None if a start copies.
     """
 
-    unequal = False
+    name: str
+    data: InitVar[Array]
+    rule: str
+    compared: object
+    tail: tuple[Any, ...]
+    shape: tuple[int, ...] | None
+    _: KW_ONLY
+    wire: DType | None = None
+    outgoing: Blocks | None = None
+    incoming: Blocks | None = None
+    divisor: int = 1
+    receives: tuple[Rule, Amount] | None = None
+    nbytes: int = -1
+    also: Callable[[Call], Steps] | None = None
+    sends: bool = True
+    in_place: bool = False
+    algorithm: str | None = None
+    digest: int = 0
+    tally: Tally | None = None
+    kept: dict[tuple[int, ...], Prepared] | None = None
+    shape_in: tuple[int, ...] = field(init=False)
+    dtype: DType = field(init=False)
+    library: ModuleType = field(init=False)
+    on_device: bool = field(init=False)
+    kind: object = field(init=False)
+    converts: bool = field(init=False)
+    is_plain: bool = field(init=False)
+    unequal: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        name: str,
-        data: Array,
-        rule: str,
-        compared: object,
-        tail: tuple[Any, ...],
-        shape: tuple[int, ...] | None,
-        *,
-        wire: DType | None = None,
-        outgoing: Blocks | None = None,
-        incoming: Blocks | None = None,
-        divisor: int = 1,
-        receives: tuple[Rule, Amount] | None = None,
-        nbytes: int | None = None,
-        also: Callable[[Call], Steps] | None = None,
-        sends: bool = True,
-        in_place: bool = False,
-        algorithm: str | None = None,
-    ) -> None:
-        self.name = name
-        self.rule = rule_by(rule, algorithm)
-        self.algorithm = algorithm
-        self.compared = compared
-        self.tail = tail
-        self.shape_in = data.shape
-        self.dtype: DType = data.dtype
-        self.library = namespace(data)
+    def __post_init__(self, data: Array) -> None:
+        """Work out what follows from the array."""
+        self.rule = rule_by(self.rule, self.algorithm)
+        self.shape_in, self.dtype, self.library = data.shape, data.dtype, namespace(data)
         self.on_device = self.library is not np
-        self.kind: object = f"{data.dtype} on a device" if self.on_device else data.dtype
-        self.shape = shape
-        self.wire = wire
-        self.outgoing = None if outgoing is None or outgoing.in_order else outgoing
-        self.incoming = None if incoming is None or incoming.in_order else incoming
-        self.divisor = divisor
-        self.receives = receives
-        self.nbytes = data.nbytes if nbytes is None else nbytes
-        self.also = also
-        self.sends = sends
-        self.in_place = in_place
-        self.digest = 0
-        self.tally: Tally | None = None
-        self.converts = wire is not None and wire != data.dtype
-        self.is_plain = not self.converts and divisor == 1 and self.incoming is None
-        self.kept: dict[tuple[int, ...], Prepared] | None = None
-        if self.is_plain and self.outgoing is None and shape is not None and not self.on_device:
+        self.kind = f"{data.dtype} on a device" if self.on_device else data.dtype
+        if self.nbytes < 0:
+            self.nbytes = data.nbytes
+        if self.outgoing is not None and self.outgoing.in_order:
+            self.outgoing = None
+        if self.incoming is not None and self.incoming.in_order:
+            self.incoming = None
+        self.converts = self.wire is not None and self.wire != data.dtype
+        self.is_plain = not self.converts and self.divisor == 1 and self.incoming is None
+        if (
+            self.is_plain
+            and self.outgoing is None
+            and self.shape is not None
+            and not self.on_device
+        ):
             self.kept = {}
 
     def call(self, group: str, label: str | None) -> Call:
@@ -371,6 +373,7 @@ class Accounts:
     also: None = None
 
 
+@dataclass(slots=True, eq=False)
 class Prepared:
     """An operation with its arrays, ready to be started.
 
@@ -384,24 +387,13 @@ class Prepared:
         busy: Whether a start is under way, or has failed, so that it cannot be started again.
     """
 
-    __slots__ = ("accounts", "arguments", "begin", "busy", "finish", "scope", "value")
-
-    def __init__(
-        self,
-        accounts: Plan | Accounts,
-        begin: Callable[[], Request | Steps],
-        value: Any = None,
-        finish: Callable[[], Any] | None = None,
-        scope: StreamScope | None = None,
-        arguments: tuple[Any, ...] = (),
-    ) -> None:
-        self.accounts = accounts
-        self.begin = begin
-        self.value = value
-        self.finish = finish
-        self.scope = scope
-        self.arguments = arguments
-        self.busy = False
+    accounts: Plan | Accounts
+    begin: Callable[[], Request | Steps]
+    value: Any = None
+    finish: Callable[[], Any] | None = None
+    scope: StreamScope | None = None
+    arguments: tuple[Any, ...] = ()
+    busy: bool = False
 
 
 # -- results -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from mpimesh.runtime.flight import Recorder
 __all__ = ["InputLocks", "Progress", "Wait"]
 
 
+@dataclass(slots=True, eq=False)
 class Wait:
     """One wait of this rank, for those who look after waits that may never end.
 
@@ -26,47 +27,24 @@ class Wait:
         communicator: Among whom.
         peers: The ranks of `communicator` that it takes; None for all.
         look: Called while the rank naps; raises to end the wait.
-        since_s: Its start by :func:`time.monotonic`.
         blocking: Whether it is in calls that block: of MPI, of the file system.
         is_limited: Whether it ends by itself.
         number: Which of the collectives it is that are counted as `among`, where `what` does not
             tell; 0 if they are not counted.
         among: The ranks whose collectives are counted; the communicator's if empty.
+        since_s: Its start by :func:`time.monotonic`.
     """
 
-    __slots__ = (
-        "among",
-        "blocking",
-        "communicator",
-        "is_limited",
-        "look",
-        "number",
-        "peers",
-        "since_s",
-        "what",
-    )
-
-    def __init__(
-        self,
-        what: object,
-        communicator: Communicator,
-        peers: Sequence[int] | None = None,
-        look: Callable[[], None] | None = None,
-        *,
-        blocking: bool = False,
-        is_limited: bool = False,
-        number: int = 0,
-        among: str = "",
-    ) -> None:
-        self.what = what
-        self.communicator = communicator
-        self.peers = peers
-        self.look = look
-        self.blocking = blocking
-        self.is_limited = is_limited
-        self.number = number
-        self.among = among
-        self.since_s = time.monotonic()
+    what: object
+    communicator: Communicator
+    peers: Sequence[int] | None = None
+    look: Callable[[], None] | None = None
+    _: KW_ONLY
+    blocking: bool = False
+    is_limited: bool = False
+    number: int = 0
+    among: str = ""
+    since_s: float = field(default_factory=time.monotonic)
 
 
 class Progress(ProgressEngine):

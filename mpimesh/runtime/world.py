@@ -43,7 +43,7 @@ from mpimesh.settings import Settings
 from mpimesh.trace import NULL_TRACER, Tracer
 
 if TYPE_CHECKING:
-    from mpimesh.comm.arena import Node
+    from mpimesh.comm.arena import Arena, Node
 
 __all__ = [
     "MeshContext",
@@ -179,22 +179,24 @@ class World:
             return duplicate
         return routed(duplicate, self.node, self.progress, settings)
 
+    @property
+    def arena(self) -> Arena | None:
+        """The memory that ranks of the node can reach; None if there is none."""
+        return None if self.node is None else self.node.arena
+
     def shared_bytes(self, nbytes: int) -> HostArray:
         """Return bytes that other ranks of the node can reach, or ordinary ones. Local."""
-        arena = None if self.node is None else self.node.arena
-        shared = None if arena is None else arena.empty(nbytes)
+        shared = None if self.arena is None else self.arena.empty(nbytes)
         return aligned_bytes(nbytes) if shared is None else shared
 
     def is_shared(self, x: HostArray) -> bool:
         """Tell whether other ranks of the node can reach an array where it lies. Local."""
-        arena = None if self.node is None else self.node.arena
-        return arena is not None and x.flags.c_contiguous and arena.find(x) >= 0
+        return self.arena is not None and x.flags.c_contiguous and self.arena.find(x) >= 0
 
     def trim(self) -> None:
         """Give the pages of shared memory back that are kept for arrays to come. Local."""
-        arena = None if self.node is None else self.node.arena
-        if arena is not None:
-            arena.trim()
+        if self.arena is not None:
+            self.arena.trim()
 
     def size_of(self, comm: Any) -> int:
         """Return the number of ranks that :meth:`open_communicator` would give. Local."""

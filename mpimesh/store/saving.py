@@ -376,7 +376,7 @@ def _start(
     nbytes = sum(file.nbytes for file in plan.mine)
     log(logging.INFO, core.world_rank, "saving %s, of it %s", path, size_text(nbytes))
     call = Call("save", core.name, rule=str(path))
-    handle = CollectiveTensor(core, call, core.stage(object(), steps), nbytes=nbytes)
+    handle = CollectiveTensor(core, call, core.progress.stage(object(), steps), nbytes=nbytes)
     _under_way[core] = handle
     return handle
 
