@@ -118,8 +118,8 @@ class Call:
         shape: Any = None,
         dtype: object = "",
         label: str | None = None,
-        peers: tuple[int, ...] | None = None,
         compared: object = None,
+        peers: tuple[int, ...] | None = None,
     ) -> None:
         self.name = name
         self.group = group
@@ -174,7 +174,9 @@ class Message(Call):
         label: str | None,
     ) -> None:
         end = "dest" if name == "send" else "source"
-        super().__init__(name, group, f"{end} {peer}, tag {tag}", shape, dtype, label, (peer,))
+        super().__init__(
+            name, group, f"{end} {peer}, tag {tag}", shape, dtype, label, None, (peer,)
+        )
         self.peer = peer
         self.tag = tag
         self.count = 0

@@ -191,7 +191,10 @@ class GroupCore:
                 prepared, value = plan.bind(self, x, data, out), None
             else:
                 prepared, value = found
-            return self.submit(plan.call(self.name, label), prepared, x, value)
+            call = Call(
+                plan.name, self.name, plan.rule, plan.shape_in, plan.kind, label, plan.compared
+            )
+            return self.submit(call, prepared, x, value)
         except Exception as error:
             self.poison(Call(_operation_name(make), self.name), error)
             raise

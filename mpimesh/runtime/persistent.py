@@ -243,7 +243,7 @@ class _Planner:
         core = self._core
         data = core.operand(x)
         plan = core.plan(make, data, *options)
-        call = plan.call(core.name, label)
+        call = Call(plan.name, core.name, plan.rule, plan.shape_in, plan.kind, label, plan.compared)
         prepared = plan.bind(core, x, data, out, often=True)
         return PersistentCollective(
             core,

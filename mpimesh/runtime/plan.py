@@ -170,12 +170,6 @@ class Plan:
         ):
             self.kept = {}
 
-    def call(self, group: str, label: str | None) -> Call:
-        """Return a call of it on a group of this name."""
-        return Call(
-            self.name, group, self.rule, self.shape_in, self.kind, label, None, self.compared
-        )
-
     def prepared(
         self,
         group: PlanningGroup,
