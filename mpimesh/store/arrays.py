@@ -41,8 +41,8 @@ from mpimesh.store.array_formats import FORMATS, ArrayFile, Format, chunks_of, c
 from mpimesh.store.files import (
     agreeing,
     as_store_error,
+    check_mesh,
     publish,
-    ranks_of_job,
     remove,
     temporary_beside,
 )
@@ -143,12 +143,8 @@ def save_array(
     Example:
         >>> mm.save_array("x.npy", x)
     """
-    count = ranks_of_job()
-    if mesh is None and not isinstance(x, DTensor) and count > 1:
-        raise StoreError(
-            f"an array of NumPy does not say which of the {count} ranks of this job write it "
-            "together: give mesh="
-        )
+    if mesh is None and not isinstance(x, DTensor):
+        check_mesh(mesh, f"write {path}")
     live = x.mesh if isinstance(x, DTensor) else None if mesh is None else as_live(mesh)
     if live is not None and not live.contains_rank(live.rank):
         return

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from mpimesh.arguments import as_flag, as_int, shown
+from mpimesh.arguments import as_flag, as_int
 from mpimesh.errors import DamagedError, StoreError
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.store.files import (
@@ -20,7 +20,7 @@ from mpimesh.store.files import (
     agreed,
     agreeing,
     as_folder,
-    ranks_of_job,
+    check_mesh,
     sync,
     temporary_beside,
 )
@@ -98,17 +98,14 @@ class Checkpoints:
         wait: bool = True,
         file_bytes: int = FILE_BYTES,
     ) -> None:
-        if mesh is None and ranks_of_job() > 1:
-            raise StoreError(f"{ranks_of_job()} ranks keep checkpoints together: give mesh=")
-        if mesh is not None and not isinstance(mesh, DeviceMesh):
-            raise StoreError(f"mesh must be a DeviceMesh, got {shown(mesh)}")
+        self.folder = as_folder(folder)
+        doing = f"keep checkpoints in {self.folder}"
+        check_mesh(mesh, doing)
         self._mesh = mesh
         self._core = None if mesh is None else mesh.group()._core
         self._handle: CollectiveTensor | None = None
         self._closed = False
-        self.folder = as_folder(folder)
         self._settle()  # another one's save may be under way, in a folder that is removed here
-        doing = f"keep checkpoints in {self.folder}"
         with agreeing(self._core, f"Checkpoints in {self.folder}", doing) as rows:
             self.keep = None if keep is None else as_int(keep, "keep", StoreError, least=1)
             self.every = as_int(every, "every", StoreError, least=1)

@@ -27,11 +27,11 @@ from uuid import uuid4
 import numpy as np
 import xxhash
 
-from mpimesh.arguments import shown
+from mpimesh.arguments import check_kind, shown
 from mpimesh.arrays import Array, DType, to_numpy
 from mpimesh.errors import DamagedError, MissingPackageError, MpimeshError, StoreError
 from mpimesh.layout.boxes import Box, extent, slices, tiles, volume
-from mpimesh.runtime import Launch
+from mpimesh.runtime import DeviceMesh, Launch
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore
@@ -57,6 +57,7 @@ __all__ = [
     "agreeing",
     "as_folder",
     "as_store_error",
+    "check_mesh",
     "check_target",
     "commit",
     "data_folder",
@@ -64,7 +65,6 @@ __all__ = [
     "manifest_of",
     "new_token",
     "publish",
-    "ranks_of_job",
     "remove",
     "replaced",
     "sync",
@@ -93,10 +93,22 @@ Kinds: TypeAlias = Mapping[str, tuple[tuple[int, ...], DType]]
 # -- ranks together, and errors -------------------------------------------------------------------
 
 
-def ranks_of_job() -> int:
-    """Return how many ranks run this program, without starting MPI. Local."""
+def check_mesh(mesh: object, doing: str) -> None:
+    """Refuse what is no mesh; and None, without starting MPI, if several ranks run the program.
+
+    Raises:
+        StoreError: If it is no mesh, or is missing.
+    """
+    if mesh is not None:
+        check_kind(mesh, DeviceMesh, "mesh", StoreError, wanted="a DeviceMesh")
+        return
     virtual = current_world().virtual
-    return Launch.detect().size if virtual is None else virtual.size
+    count = Launch.detect().size if virtual is None else virtual.size
+    if count > 1:
+        raise StoreError(
+            f"cannot {doing}: nothing says which of the {count} ranks of this job take part; give "
+            "mesh="
+        )
 
 
 def agreed(

@@ -40,7 +40,7 @@ from mpimesh.layout.boxes import (
 from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.group_core import GroupCore
 from mpimesh.store.array_formats import FlatArray
-from mpimesh.store.files import agreeing, as_folder, as_store_error, ranks_of_job
+from mpimesh.store.files import agreeing, as_folder, as_store_error, check_mesh
 from mpimesh.store.format import (
     MANIFEST,
     ArrayEntry,
@@ -134,12 +134,10 @@ def load(
     if ranks is None:
         ranks = mesh_of([into, layout]) or getattr(layout, "mesh", None)
         ranks = ranks if isinstance(ranks, DeviceMesh) else None
-    if ranks is None and ranks_of_job() > 1 and layout is not None:
-        raise StoreError("arrays are to be split, and nothing says over which ranks: give mesh=")
-    if ranks is not None and not isinstance(ranks, DeviceMesh):
-        raise StoreError(f"mesh must be a DeviceMesh, got {shown(ranks)}")
-    core = None if ranks is None else ranks.group()._core
     what, doing = f"load {where}, verify={verify}", f"load {where}"
+    if ranks is not None or layout is not None:
+        check_mesh(ranks, doing)
+    core = None if ranks is None else ranks.group()._core
     manifest, folder = _agreed_manifest(core, what, where)
     with agreeing(core, what, doing):
         source, entries = _source(where, manifest, only, rename, strict=strict)

@@ -51,13 +51,13 @@ from mpimesh.store.files import (
     Writer,
     agreeing,
     as_folder,
+    check_mesh,
     check_target,
     commit,
     data_folder,
     discard,
     manifest_of,
     new_token,
-    ranks_of_job,
     remove,
     temporary_beside,
 )
@@ -158,22 +158,14 @@ def save(
     where = as_folder(path)
     size = as_int(file_bytes, "file_bytes", StoreError, least=1)
     as_flag(wait, "wait", StoreError)
-    ranks = mesh_of(tree) if mesh is None else mesh
+    ranks, what = mesh_of(tree) if mesh is None else mesh, f"save to {where}"
+    check_mesh(ranks, what)
     if ranks is None:
-        count = ranks_of_job()
-        if count > 1:
-            raise StoreError(
-                f"nothing in the tree says which of the {count} ranks of this job save it "
-                "together: give mesh="
-            )
         if not wait:
             raise StoreError("wait=False needs a mesh: give mesh=")
-        what = f"save to {where}"
         with agreeing(None, what, what):
             _save_alone(where, flatten(tree), size)
         return None
-    if not isinstance(ranks, DeviceMesh):
-        raise StoreError(f"mesh must be a DeviceMesh, got {shown(ranks)}")
     handle = _start(ranks.group()._core, where, tree, size, copy=not wait)
     if wait:
         handle.resolve()
