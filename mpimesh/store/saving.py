@@ -403,9 +403,10 @@ def _plan(core: GroupCore, what: str, flat: Flat, file_bytes: int) -> SavePlan:
     with agreeing(core, what, what):
         if rows is not None:
             shares, kinds = plan_shares(rows, file_bytes)
-    mine = _scattered(
-        core, what, [[[file.name, [p[:2] for p in file.pieces]] for file in row] for row in shares]
-    )
+    named = [
+        [[file.name, [piece[:2] for piece in file.pieces]] for file in share] for share in shares
+    ]
+    mine = _scattered(core, what, named)
     kinds_here = {name: (parts.shape, parts.dtype) for name, parts in flat.arrays.items()}
     share = tuple(
         DataFile.of(file, [(name, tuple(map(tuple, box))) for name, box in boxes], kinds_here)
