@@ -23,7 +23,16 @@ from mpimesh.arrays.dtypes import as_dtype, refuse_objects
 from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.errors import DTypeError, ShapeError
 
-__all__ = ["ArrayPool", "address_of", "aligned_bytes", "aligned_empty", "array_shape", "memory_at"]
+__all__ = [
+    "KEPT_STEPS",
+    "ArrayPool",
+    "SlotPool",
+    "address_of",
+    "aligned_bytes",
+    "aligned_empty",
+    "array_shape",
+    "memory_at",
+]
 
 
 _CACHE_LINE_BYTES = 64
@@ -204,6 +213,113 @@ def _is_free(block: HostArray) -> bool:
 
 
 def _size_class(nbytes: int) -> int:
-    """Round up to one of four sizes per power of two, so that at most a fifth is unused."""
-    step = 1 << max(nbytes.bit_length() - 3, 0)
-    return -(-nbytes // step) * step
+    """Round up to one of four sizes in each power of two: at most a fifth is unused."""
+    step = 1 << max(nbytes.bit_length() - 3, 6)
+    return max(-(-nbytes // step) * step, step)
+
+
+# -- slots, which are used again for as long as steps take them ------------------------------------
+
+KEPT_STEPS = 16
+"""Number of steps that a slot waits to be used again."""
+
+
+class _MemorySlot:
+    """A block of memory and the array that owns it, to which all views of it refer."""
+
+    __slots__ = ("at", "block", "owner", "used_in", "when_free")
+
+    def __init__(self, block: HostArray) -> None:
+        self.block = block
+        self.owner = _owner(block)
+        self.when_free = 0
+        self.used_in = 0
+        self.at: int | None = None
+
+
+class SlotPool:
+    """Arrays for the messages and results of a rank's steps, in memory of any kind.
+
+    A received activation is referenced by the layers that saved it, until their backward; only the
+    array's own reference count knows when that is over. So a slot is never returned: it is free
+    when no array refers to its memory. There are as many slots of a size as were in use at one time
+    in the last few steps, which the schedule bounds.
+
+    Args:
+        allocate: Gives memory for a number of bytes, as an array of bytes.
+    """
+
+    def __init__(self, allocate: Callable[[int], HostArray]) -> None:
+        self._allocate = allocate
+        self._slots: dict[int, list[_MemorySlot]] = {}
+        self._starts: dict[int, _MemorySlot] = {}
+        self._step = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, in use or free."""
+        return sum(slot.block.nbytes for slots in self._slots.values() for slot in slots)
+
+    def take(self, shape: Sequence[int], dtype: DType) -> HostArray:
+        """Return an uninitialised C-contiguous array, in use while it or a view of it lives."""
+        array = self.take_again(shape, dtype)
+        if array is not None:
+            return array
+        size = _size_class(math.prod(shape) * dtype.itemsize)
+        slot = _MemorySlot(self._allocate(size))
+        # Counted, here where nothing else refers to the block: Python's own differ by version.
+        slot.when_free = sys.getrefcount(slot.owner)
+        self._slots.setdefault(size, []).append(slot)
+        self._starts[_start(slot.block)] = slot
+        return self._array(slot, shape, dtype)
+
+    def take_again(self, shape: Sequence[int], dtype: DType) -> HostArray | None:
+        """Return such an array as :meth:`take` in a slot that is free; None if none is."""
+        slots = self._slots.get(_size_class(math.prod(shape) * dtype.itemsize), ())
+        references = sys.getrefcount
+        for slot in slots:
+            if references(slot.owner) == slot.when_free:
+                return self._array(slot, shape, dtype)
+        return None
+
+    def _array(self, slot: _MemorySlot, shape: Sequence[int], dtype: DType) -> HostArray:
+        slot.used_in = self._step
+        array: HostArray = np.ndarray(shape, dtype, slot.block)
+        return array
+
+    def place_of(self, array: HostArray, find: Callable[[HostArray], int]) -> int:
+        """Return what `find` says of the slot that `array` begins; -1 if it begins none."""
+        slot = self._starts.get(_start(array))
+        if slot is None:
+            return -1
+        if slot.at is None:
+            slot.at = find(slot.block)
+        return slot.at
+
+    def end_step(self) -> None:
+        """Forget the slots that were not taken in the last `KEPT_STEPS` steps.
+
+        An array in use stays valid.
+        """
+        self._step += 1
+        oldest = self._step - KEPT_STEPS
+        if all(slot.used_in >= oldest for slots in self._slots.values() for slot in slots):
+            return
+        recent = {
+            size: [slot for slot in slots if slot.used_in >= oldest]
+            for size, slots in self._slots.items()
+        }
+        self._slots = {size: slots for size, slots in recent.items() if slots}
+        self._starts = {_start(slot.block): slot for slots in recent.values() for slot in slots}
+
+
+def _start(array: HostArray) -> int:
+    """Return the address of an array."""
+    start: int = array.__array_interface__["data"][0]
+    return start
+
+
+def _owner(array: HostArray) -> HostArray:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array

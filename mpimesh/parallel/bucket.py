@@ -37,11 +37,11 @@ from functools import partial
 import numpy as np
 
 from mpimesh.arrays import Array, DType, ReduceOp, namespace
+from mpimesh.arrays.memory import SlotPool
 from mpimesh.comm.requests import Condition
 from mpimesh.errors import ModuleStateError
 from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import ELSEWHERE, ZERO
-from mpimesh.parallel.slots import SlotPool
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.persistent import PersistentCollective
 from mpimesh.trace import Tracer

@@ -47,7 +47,6 @@ from mpimesh.nn.parameter import as_parameters, float_dtype
 from mpimesh.parallel.bucket import Bucket, Reductions
 from mpimesh.parallel.bucket_plan import BucketTuning, Plan, plan_buckets, tuned_plan
 from mpimesh.parallel.replicas import agree_parameters, agree_touched, live_mesh
-from mpimesh.parallel.slots import SlotPool
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.trace import NULL_TRACER, Tracer

@@ -18,13 +18,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpimesh.arrays import Array, DType
-from mpimesh.arrays.memory import aligned_bytes
+from mpimesh.arrays.memory import SlotPool, aligned_bytes
 from mpimesh.errors import ModuleStateError, ShapeError
 from mpimesh.nn import Context
 from mpimesh.nn.protocol import Allocate
 from mpimesh.parallel.links import Links, RecvLink, SendLink
 from mpimesh.parallel.microbatch import Tree
-from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.task import NO_TASK, Task, check_gradient, check_output, first_gradient
 from mpimesh.schedule import Action, ActionKind, Edges

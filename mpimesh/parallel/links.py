@@ -37,13 +37,13 @@ from mpimesh.arrays import (
     refuse_objects,
     to_numpy,
 )
+from mpimesh.arrays.memory import SlotPool
 from mpimesh.comm import RecvRequest, Request
 from mpimesh.comm.engine import test_often
 from mpimesh.comm.lending import Borrowing, Lending, LendingRow
 from mpimesh.comm.requests import Condition
 from mpimesh.errors import ShapeError, TransportError
 from mpimesh.parallel.plans import message_tags
-from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.task import FIRST_PIECE_BYTES, NO_TASK, Kind, Task, length_of
 from mpimesh.runtime import ProcessGroup, Traffic
 from mpimesh.schedule import Action, ActionKind, Edges

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpimesh.arrays import Array, HostArray, namespace, to_numpy
-from mpimesh.arrays.memory import aligned_bytes
+from mpimesh.arrays.memory import SlotPool, aligned_bytes
 from mpimesh.arrays.namespace import is_cupy
 from mpimesh.comm.requests import Condition
 from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError
@@ -56,7 +56,6 @@ from mpimesh.parallel.replicas import (
     lines_along,
     lines_of_holders,
 )
-from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage, check_alike
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree

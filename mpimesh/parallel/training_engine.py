@@ -14,6 +14,7 @@ import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, as_real, shown
 from mpimesh.arrays import Array, HostArray
+from mpimesh.arrays.memory import SlotPool
 from mpimesh.errors import (
     MismatchError,
     ModuleError,
@@ -34,7 +35,6 @@ from mpimesh.parallel.links import Links
 from mpimesh.parallel.microbatch import check_microbatches
 from mpimesh.parallel.plans import Plans, ScheduleLike
 from mpimesh.parallel.replicas import agree_together, agree_values, digest
-from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.split_layers import LayerValues, TensorModel, who_holds
 from mpimesh.parallel.stage import (
     PipelineStage,
