@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from mpimesh.trace.chrome import chrome_trace, write_chrome_trace
 from mpimesh.trace.svg import curve_svg
-from mpimesh.trace.timeline import timeline_svg
+from mpimesh.trace.timeline import chrome_trace, timeline_svg, write_chrome_trace
 from mpimesh.trace.tracer import (
     CATEGORIES,
     NULL_TRACER,
