@@ -41,6 +41,7 @@ import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, as_items, as_real, check_kind, shown
 from mpimesh.arrays import DType, OpLike, ReduceOp, as_reduce_op, namespace
+from mpimesh.arrays.memory import SlotPool
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import as_parameters, float_dtype
