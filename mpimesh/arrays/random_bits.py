@@ -9,10 +9,10 @@ An array is one long stream, with a word for each element. Such streams have a s
 their own in place of the golden ratio, drawn as the paper draws it: two streams may meet in single
 words, never run along each other.
 
-Libraries of mathematics differ in their last bits, one processor's from another's, and CuPy's from
-NumPy's. The logarithm and the normal quantile here take only steps that IEEE 754 rounds in one way
-(add, subtract, multiply, divide, square root), each as an array operation of its own, so that no
-compiler joins two of them.
+Libraries of mathematics differ in their last bits, one processor's from another's. The logarithm
+and the normal quantile here take only steps that IEEE 754 rounds in one way (add, subtract,
+multiply, divide, square root), each as an array operation of its own, so that no compiler joins two
+of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import ModuleType
 
 import numpy as np
 
-from mpimesh.arrays.namespace import Array
+from mpimesh.arrays.namespace import Array, HostArray
 from mpimesh.errors import ArrayValueError
 
 __all__ = ["WordStream", "key_of", "natural_log", "normal_quantile", "random_words"]
@@ -94,7 +94,7 @@ class WordStream:
     Example:
         >>> stream = WordStream.of(key_of(7, 0))
         >>> numbers = np.array([3, 2**64 - 1], np.uint64)
-        >>> bool((stream.words(np, numbers)[1:] == stream.words(np, numbers[1:])).all())
+        >>> bool((stream.words(numbers)[1:] == stream.words(numbers[1:])).all())
         True
     """
 
@@ -120,7 +120,7 @@ class WordStream:
             gamma ^= _FLIPPED_BITS
         return cls(key, gamma)
 
-    def words(self, xp: ModuleType, numbers: Array) -> Array:
+    def words(self, numbers: HostArray) -> HostArray:
         """Return the words with `numbers`, any uint64.
 
         Shapes:
@@ -130,22 +130,22 @@ class WordStream:
             Two multiplications and nine other passes over memory of the size of `numbers`.
         """
         words = self.scaled(numbers)
-        self.fill(xp, words, 0, words, xp.empty_like(words))
+        self.fill(words, 0, words, np.empty_like(words))
         return words
 
-    def scaled(self, numbers: Array) -> Array:
+    def scaled(self, numbers: HostArray) -> HostArray:
         """Return what `fill` takes for `numbers`; made once for many bases."""
         return numbers * np.uint64(self.gamma)
 
-    def fill(self, xp: ModuleType, scaled: Array, base: int, out: Array, scratch: Array) -> None:
+    def fill(self, scaled: HostArray, base: int, out: HostArray, scratch: HostArray) -> None:
         """Write the words with the numbers ``base + numbers`` to `out`.
 
         Shapes:
             scaled, out, scratch: any, the same; uint64. `out` may be `scaled`.
         """
         state = (self.start + (base + 1) * self.gamma) & _WORD
-        xp.add(scaled, np.uint64(state), out=out)
-        _mix(xp, out, scratch)
+        np.add(scaled, np.uint64(state), out=out)
+        _mix(np, out, scratch)
 
 
 def _whole(number: int) -> int:
@@ -260,7 +260,7 @@ _F = (
 )
 
 
-def natural_log(xp: ModuleType, x: Array) -> Array:
+def natural_log(x: HostArray) -> HostArray:
     """Return the natural logarithm of `x`, right to within one unit in the last place.
 
     The method is that of ``e_log.c`` in Sun's fdlibm (1993): x is ``2^k (1 + f)``, and with
@@ -270,14 +270,13 @@ def natural_log(xp: ModuleType, x: Array) -> Array:
         x, result: any, the same; float64. C-contiguous.
 
     Args:
-        xp: The library of `x`.
         x: Positive, finite, and not less than 2^-1022. This is not checked.
 
     Cost:
         Some 30 passes over memory of the size of `x`.
 
     Example:
-        >>> natural_log(np, np.array([1.0, 2.0]))
+        >>> natural_log(np.array([1.0, 2.0]))
         array([0.        , 0.69314718])
     """
     bits = x.view(np.int64)
@@ -287,9 +286,9 @@ def natural_log(xp: ModuleType, x: Array) -> Array:
     f -= 1.0
     exponent = power.astype(np.float64)
     s = f + 2.0
-    xp.divide(f, s, out=s)
+    np.divide(f, s, out=s)
     square = s * s
-    series = _polynomial(xp, _LOG, square)
+    series = _polynomial(_LOG, square)
     series *= square
     half = f * f
     half *= 0.5
@@ -304,7 +303,7 @@ def natural_log(xp: ModuleType, x: Array) -> Array:
     return exponent
 
 
-def normal_quantile(xp: ModuleType, q: Array) -> Array:
+def normal_quantile(q: HostArray) -> HostArray:
     """Return where the standard normal distribution function is ``0.5 + q``.
 
     The method is Wichura's, "Algorithm AS 241: The percentage points of the normal
@@ -315,7 +314,6 @@ def normal_quantile(xp: ModuleType, q: Array) -> Array:
         q, result: (n,), float64, C-contiguous.
 
     Args:
-        xp: The library of `q`.
         q: Between -0.5 and 0.5, both excluded; a multiple of 2^-54. This is not checked.
 
     Cost:
@@ -323,36 +321,36 @@ def normal_quantile(xp: ModuleType, q: Array) -> Array:
         15 % of the values, with their logarithms.
 
     Example:
-        >>> normal_quantile(np, np.array([0.0, 0.475])).round(4)
+        >>> normal_quantile(np.array([0.0, 0.475])).round(4)
         array([0.  , 1.96])
     """
     r = q * q
-    xp.subtract(0.180625, r, out=r)
-    x = _ratio(xp, _A, _B, r)
+    np.subtract(0.180625, r, out=r)
+    x = _ratio(_A, _B, r)
     x *= q
-    distance = xp.abs(q)
-    outer = xp.flatnonzero(distance > _CENTRE)
+    distance = np.abs(q)
+    outer = np.flatnonzero(distance > _CENTRE)
     if outer.size:
         tail = 0.5 - distance[outer]
-        root = natural_log(xp, tail)
-        xp.negative(root, out=root)
-        xp.sqrt(root, out=root)
-        values = _ratio(xp, _C, _D, root - 1.6)
-        far = xp.flatnonzero(root > _FAR)
+        root = natural_log(tail)
+        np.negative(root, out=root)
+        np.sqrt(root, out=root)
+        values = _ratio(_C, _D, root - 1.6)
+        far = np.flatnonzero(root > _FAR)
         if far.size:
-            values[far] = _ratio(xp, _E, _F, root[far] - _FAR)
-        x[outer] = xp.copysign(values, q[outer])
+            values[far] = _ratio(_E, _F, root[far] - _FAR)
+        x[outer] = np.copysign(values, q[outer])
     return x
 
 
-def _ratio(xp: ModuleType, above: tuple[float, ...], below: tuple[float, ...], x: Array) -> Array:
+def _ratio(above: tuple[float, ...], below: tuple[float, ...], x: HostArray) -> HostArray:
     """Return the quotient of two polynomials at `x`."""
-    value = _polynomial(xp, above, x)
-    value /= _polynomial(xp, below, x)
+    value = _polynomial(above, x)
+    value /= _polynomial(below, x)
     return value
 
 
-def _polynomial(xp: ModuleType, coefficients: tuple[float, ...], x: Array) -> Array:
+def _polynomial(coefficients: tuple[float, ...], x: HostArray) -> HostArray:
     """Return a polynomial at `x`, by Horner's rule; the highest coefficient comes first."""
     value = x * coefficients[0]
     for coefficient in coefficients[1:-1]:

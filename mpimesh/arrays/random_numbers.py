@@ -4,14 +4,11 @@ An array has a key (`key_of(seed, stream)`), and element i of it takes word i of
 whatever its dtype and however the array is cut up. Give each array a key of its own: two with the
 same key have the same words behind their values.
 
-Values depend on no library's idea of a random number or of a logarithm, so they are the same for
-NumPy and CuPy, on all machines, in all versions.
+Values depend on no library's idea of a random number or of a logarithm, so they are the same on all
+machines, in all versions.
 
 All functions of blocks take `key`, the array's; `shape`, the whole array's; `box`, the block's
-place in it; `dtype`; `xp`, the library that makes the block; and `out`, C-contiguous memory of the
-block's shape and dtype in its place. They raise ShapeError if the box is not in the array or `out`
-has another shape, DTypeError if `dtype` is not one of the function's or not that of `out`, and
-ArrayValueError if `key` is no number of 64 bits.
+place in it; and `dtype`. They raise DTypeError if `dtype` is not one of the function's.
 """
 
 from __future__ import annotations
@@ -19,77 +16,74 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import Any
+from itertools import product
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpimesh.arrays.indexed import BlockPieces, block_for
-from mpimesh.arrays.namespace import Array, DType
+from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.arrays.random_bits import WordStream, key_of, natural_log, normal_quantile
 from mpimesh.errors import ArrayValueError, DTypeError
-from mpimesh.layout.boxes import Box
+from mpimesh.layout.boxes import Box, extent, volume
 
 __all__ = [
     "bernoulli_block",
-    "drawn_words",
+    "block_pieces",
     "exponential_block",
     "integers_block",
     "normal_block",
     "permutation",
-    "random_block",
     "uniform_block",
 ]
 
 
 _WORD_BITS = 64
-_DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
-# Binary digits of each type: so many random bits make a value, none of which rounds to 1.
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
 _FINE = 52
 # Bits of a value halfway between two multiples of 2^-52: never 0, never 1.
+_PIECE = 1 << 14
+# 128 KiB of words: a piece, its scratch and its offsets stay in the second cache.
+
+Pieces: TypeAlias = tuple[HostArray, list[tuple[slice, int]]]
 
 
-def random_block(
-    key: int,
-    shape: tuple[int, ...],
-    box: Box,
-    dtype: Any = np.float64,
-    *,
-    xp: ModuleType = np,
-    out: Array | None = None,
-) -> Array:
-    """Return a block of random numbers spread evenly over [0, 1).
+def block_pieces(shape: tuple[int, ...], box: Box) -> Pieces:
+    """Cut a block into pieces of bounded size, in their order.
 
-    They are the words' first 53, 24, 11 or 8 bits as a fraction, for float64, float32,
-    float16 and bfloat16: so that a narrow type has the wide one's values, cut off. That is
-    how Java's SplittableRandom makes them (Steele, Lea and Flood, OOPSLA 2014).
+    At least a fourth of the bound is in the average piece, so there are few of them, whatever the
+    shape.
 
-    Cost:
-        One 64-bit hash for each value; memory for 2^14 values beside the block (2^20 on a
-        device).
+    Returns:
+        The numbers of the elements of a piece less that of its first one, uint64 (a shorter piece
+        has the first of them); and for each piece its place in the flat block and the number of its
+        first element.
 
     Example:
-        >>> whole = random_block(7, (4, 6), ((0, 4), (0, 6)))
-        >>> block = random_block(7, (4, 6), ((1, 3), (4, 6)))
-        >>> bool((block == whole[1:3, 4:6]).all())
-        True
+        >>> block_pieces((4, 6), ((1, 3), (4, 6)))
+        (array([0, 1, 6, 7], dtype=uint64), [(slice(0, 4, None), 10)])
     """
-    wanted = _floats(dtype)
-    xp, block = block_for(shape, box, wanted, xp, out)
-    flat = block.reshape(-1)
-    digits = _DIGITS[wanted.name]
-    for place, words, _ in drawn_words(xp, key, BlockPieces.of(shape, box, xp=xp)):
-        words >>= np.uint64(_WORD_BITS - digits)
-        target = flat[place]
-        if wanted.itemsize >= 4:
-            target[...] = words.view(np.int64)
-            target *= 2.0**-digits
-        else:
-            # NumPy is slow in half types, and others have no integers in them.
-            values = words.view(np.int64).astype(np.float32)
-            values *= 2.0**-digits
-            target[...] = values
-    return block
+    if not volume(box):  # its strides may be past 64 bits
+        return np.zeros(0, np.uint64), []
+    shape, box = shape or (1,), box or ((0, 1),)
+    sizes, axis, inner = extent(box), len(shape) - 1, 1
+    while axis > 0 and inner * sizes[axis] <= _PIECE:
+        inner *= sizes[axis]
+        axis -= 1
+    rows = min(sizes[axis], max(1, _PIECE // inner))
+    strides = [math.prod(shape[one + 1 :]) for one in range(len(shape))]
+    offsets = np.zeros(1, np.uint64)
+    for size, stride in zip((rows, *sizes[axis + 1 :]), strides[axis:], strict=True):
+        along = np.arange(size, dtype=np.uint64) * np.uint64(stride)
+        offsets = (offsets[:, None] + along).reshape(-1)
+    corner = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
+    places, place = [], 0
+    for outer in product(*map(range, sizes[:axis])):
+        base = corner + sum(map(operator.mul, outer, strides))
+        for row in range(0, sizes[axis], rows):
+            count = min(rows, sizes[axis] - row) * inner
+            places.append((slice(place, place + count), base + row * strides[axis]))
+            place += count
+    return offsets, places
 
 
 def uniform_block(
@@ -99,14 +93,12 @@ def uniform_block(
     shape: tuple[int, ...],
     box: Box,
     dtype: Any = np.float64,
-    *,
-    xp: ModuleType = np,
-    out: Array | None = None,
-) -> Array:
+) -> HostArray:
     """Return a block of random numbers spread evenly over [low, high).
 
-    They are ``low + (high - low) * u`` with the float64 values u of `random_block`. One that
-    rounds to `high` becomes the last number of `dtype` below it.
+    They are ``low + (high - low) * u`` with the words' first 53 bits as a fraction u, as Java's
+    SplittableRandom makes it (Steele, Lea and Flood, OOPSLA 2014). One that rounds to `high`
+    becomes the last number of `dtype` below it.
 
     If `high` equals `low`, they are all `low`. `dtype` is float64, float32, float16 or bfloat16.
 
@@ -115,7 +107,7 @@ def uniform_block(
             finite in `dtype`.
 
     Cost:
-        That of `random_block`, and three passes.
+        One 64-bit hash for each value, and four passes; memory for 2^14 values beside the block.
 
     Example:
         >>> block = uniform_block(7, -1, 1, (1000,), ((10, 20),))
@@ -129,15 +121,15 @@ def uniform_block(
         raise ArrayValueError(f"low must not be above high, got {low} and {high}")
     most = max(low, _last_below(high, wanted))
 
-    def uniform(xp: ModuleType, words: Array) -> Array:
+    def uniform(words: HostArray) -> HostArray:
         words >>= np.uint64(_WORD_BITS - 53)
         values = words.view(np.int64).astype(np.float64)
         values *= 2.0**-53
         values *= high - low
         values += low
-        return xp.minimum(values, most, out=values)
+        return np.minimum(values, most, out=values)
 
-    return _floats_block(key, shape, box, wanted, xp, out, uniform)
+    return _block(key, shape, box, wanted, uniform)
 
 
 def normal_block(
@@ -148,9 +140,7 @@ def normal_block(
     *,
     loc: float = 0.0,
     scale: float = 1.0,
-    xp: ModuleType = np,
-    out: Array | None = None,
-) -> Array:
+) -> HostArray:
     """Return a block of random numbers of a normal distribution.
 
     A value is the normal quantile (Wichura's AS 241, see `normal_quantile`) of a fraction of
@@ -173,13 +163,13 @@ def normal_block(
     wanted = _floats(dtype)
     loc, scale = _finite("loc", loc, wanted), _scale(scale, wanted)
 
-    def normal(xp: ModuleType, words: Array) -> Array:
-        values = normal_quantile(xp, _halfway(words, less=0.5))
+    def normal(words: HostArray) -> HostArray:
+        values = normal_quantile(_halfway(words, less=0.5))
         values *= scale
         values += loc
         return values
 
-    return _floats_block(key, shape, box, wanted, xp, out, normal)
+    return _block(key, shape, box, wanted, normal)
 
 
 def exponential_block(
@@ -189,9 +179,7 @@ def exponential_block(
     dtype: Any = np.float64,
     *,
     scale: float = 1.0,
-    xp: ModuleType = np,
-    out: Array | None = None,
-) -> Array:
+) -> HostArray:
     """Return a block of random numbers of an exponential distribution.
 
     A value is ``-scale * log(u)`` with a fraction u of 52 random bits and a half: inversion
@@ -213,12 +201,12 @@ def exponential_block(
     wanted = _floats(dtype)
     scale = _scale(scale, wanted)
 
-    def exponential(xp: ModuleType, words: Array) -> Array:
-        values = natural_log(xp, _halfway(words))
+    def exponential(words: HostArray) -> HostArray:
+        values = natural_log(_halfway(words))
         values *= -scale
         return values
 
-    return _floats_block(key, shape, box, wanted, xp, out, exponential)
+    return _block(key, shape, box, wanted, exponential)
 
 
 def bernoulli_block(
@@ -227,10 +215,7 @@ def bernoulli_block(
     shape: tuple[int, ...],
     box: Box,
     dtype: Any = np.bool_,
-    *,
-    xp: ModuleType = np,
-    out: Array | None = None,
-) -> Array:
+) -> HostArray:
     """Return a block of random truth values, each of them true with probability `p`.
 
     A value is true if its word, a whole number below 2^64, is less than ``p * 2^64``.
@@ -250,51 +235,45 @@ def bernoulli_block(
     """
     if not 0 <= p <= 1:
         raise ArrayValueError(f"a probability is from 0 to 1, got {p!r}")
-    xp, block = block_for(shape, box, dtype, xp, out)
-    flat = block.reshape(-1)
     end = int(p * 2.0**_WORD_BITS)
-    # For p = 1 the end is 2^64, which is no word: all are less than that.
-    for place, words, _ in drawn_words(xp, key, BlockPieces.of(shape, box, xp=xp)):
-        flat[place] = words < np.uint64(end) if p < 1 else 1
-    return block
+
+    def truths(words: HostArray) -> HostArray:
+        # For p = 1 the end is 2^64, which is no word: all are less than that.
+        return words < np.uint64(end) if p < 1 else np.ones(len(words), bool)
+
+    return _block(key, shape, box, np.dtype(dtype), truths)
 
 
-def drawn_words(
-    xp: ModuleType, key: int, pieces: BlockPieces
-) -> Iterator[tuple[slice, Array, int]]:
+def _drawn_words(key: int, pieces: Pieces) -> Iterator[tuple[slice, HostArray, int]]:
     """Yield, for each piece, its place in the flat block, its words, and its first number.
 
     The words are memory that the next piece takes again.
     """
+    offsets, places = pieces
     stream = WordStream.of(key)
-    scaled = stream.scaled(pieces.offsets)
-    words, scratch = xp.empty_like(scaled), xp.empty_like(scaled)
-    for place, base in pieces:
+    scaled = stream.scaled(offsets)
+    words, scratch = np.empty_like(scaled), np.empty_like(scaled)
+    for place, base in places:
         part = slice(0, place.stop - place.start)
-        stream.fill(xp, scaled[part], base, words[part], scratch[part])
+        stream.fill(scaled[part], base, words[part], scratch[part])
         yield place, words[part], base
 
 
-def _floats_block(
-    key: int,
-    shape: tuple[int, ...],
-    box: Box,
-    dtype: DType,
-    xp: ModuleType,
-    out: Array | None,
-    values_of: Callable[[ModuleType, Array], Array],
-) -> Array:
-    """Return a block of the float64 values that a function makes of words, rounded to `dtype`."""
-    xp, block = block_for(shape, box, dtype, xp, out)
+def _block(
+    key: int, shape: tuple[int, ...], box: Box, dtype: DType, values_of: Callable[..., HostArray]
+) -> HostArray:
+    """Return a block of the values that a function makes of words, rounded to `dtype`."""
+    block: HostArray = np.empty(extent(box), dtype)
     flat = block.reshape(-1)
-    for place, words, _ in drawn_words(xp, key, BlockPieces.of(shape, box, xp=xp)):
-        values = values_of(xp, words)
+    for place, words, _ in _drawn_words(key, block_pieces(shape, box)):
+        values = values_of(words)
         # The smallest types by way of float32.
-        flat[place] = values.astype(np.float32) if dtype.itemsize < 4 else values
+        is_narrow = values.dtype == np.float64 and dtype.itemsize < 4
+        flat[place] = values.astype(np.float32) if is_narrow else values
     return block
 
 
-def _halfway(words: Array, *, less: float = 0.0) -> Array:
+def _halfway(words: HostArray, *, less: float = 0.0) -> HostArray:
     """Return odd multiples of 2^-53 in (0, 1), less `less`: exact for 0 and 0.5."""
     words >>= np.uint64(_WORD_BITS - _FINE)
     values = words.view(np.int64).astype(np.float64)
@@ -306,8 +285,8 @@ def _halfway(words: Array, *, less: float = 0.0) -> Array:
 def _floats(dtype: Any) -> DType:
     """Return `dtype` if random values exist in it."""
     wanted: DType = np.dtype(dtype)
-    if wanted.name not in _DIGITS:
-        names = ", ".join(_DIGITS)
+    if wanted.name not in _FLOATS:
+        names = ", ".join(_FLOATS)
         raise DTypeError(
             f"random numbers come as {names}, got {wanted}; make one of these, then use astype"
         )
@@ -354,9 +333,7 @@ def integers_block(
     dtype: Any = np.int64,
     *,
     endpoint: bool = False,
-    xp: ModuleType = np,
-    out: Array | None = None,
-) -> Array:
+) -> HostArray:
     """Return a block of random integers from `low` on and below `high`, all equally likely.
 
     The method is Lemire's, "Fast random integer generation in an interval", ACM Transactions
@@ -383,25 +360,25 @@ def integers_block(
     """
     wanted: DType = np.dtype(dtype)
     low, last = _bounds(low, high, endpoint, wanted)
-    xp, block = block_for(shape, box, wanted, xp, out)
+    block: HostArray = np.empty(extent(box), wanted)
     flat = block.reshape(-1)
     choices = last - low + 1
     refused_below = _ALL_WORDS % choices
-    pieces = BlockPieces.of(shape, box, xp=xp)
-    for place, words, base in drawn_words(xp, key, pieces):
+    pieces = block_pieces(shape, box)
+    for place, words, base in _drawn_words(key, pieces):
         values = _upper_product(words, choices)
         if refused_below:
             words *= np.uint64(choices)
-            refused = xp.flatnonzero(words < np.uint64(refused_below))
+            refused = np.flatnonzero(words < np.uint64(refused_below))
             if refused.size:
-                numbers = pieces.offsets[refused] + np.uint64(base)
-                values[refused] = _retried(xp, key, numbers, choices, refused_below)
+                numbers = pieces[0][refused] + np.uint64(base)
+                values[refused] = _retried(key, numbers, choices, refused_below)
         values += np.uint64(low % _ALL_WORDS)
         flat[place] = values.view(np.int64) if wanted.kind == "i" else values
     return block
 
 
-def permutation(key: int, n: int, *, xp: ModuleType = np) -> Array:
+def permutation(key: int, n: int) -> HostArray:
     """Return the numbers from 0 to n - 1 in a random order, whole, the same on every rank.
 
     They are put in the order of their words. No two words of a stream are equal, so there
@@ -414,10 +391,6 @@ def permutation(key: int, n: int, *, xp: ModuleType = np) -> Array:
     Args:
         key: The permutation's, from `key_of`.
         n: How many numbers.
-        xp: Whose array to make.
-
-    Raises:
-        ArrayValueError: If `n` is negative.
 
     Cost:
         A sort of n words, and memory for twice as many.
@@ -426,12 +399,10 @@ def permutation(key: int, n: int, *, xp: ModuleType = np) -> Array:
         >>> sorted(permutation(7, 5).tolist())
         [0, 1, 2, 3, 4]
     """
-    if n < 0:
-        raise ArrayValueError(f"a permutation has a length from 0 on, got {n}")
-    words = xp.empty(n, np.uint64)
-    for place, part, _ in drawn_words(xp, key, BlockPieces.of((n,), ((0, n),), xp=xp)):
+    words = np.empty(n, np.uint64)
+    for place, part, _ in _drawn_words(key, block_pieces((n,), ((0, n),))):
         words[place] = part
-    return xp.argsort(words)
+    return np.argsort(words)
 
 
 def _bounds(low: int, high: int, endpoint: bool, dtype: DType) -> tuple[int, int]:
@@ -454,21 +425,21 @@ def _bounds(low: int, high: int, endpoint: bool, dtype: DType) -> tuple[int, int
     return first, last
 
 
-def _retried(xp: ModuleType, key: int, numbers: Array, choices: int, refused_below: int) -> Array:
+def _retried(key: int, numbers: HostArray, choices: int, refused_below: int) -> HostArray:
     """Return values for the elements with `numbers`, whose first words were refused."""
-    values = xp.empty_like(numbers)
-    waiting = xp.arange(numbers.size, dtype=np.int64)
+    values = np.empty_like(numbers)
+    waiting = np.arange(numbers.size, dtype=np.int64)
     attempt = 0
     while waiting.size:
         attempt += 1
-        words = WordStream.of(key_of(key, attempt)).words(xp, numbers[waiting])
+        words = WordStream.of(key_of(key, attempt)).words(numbers[waiting])
         values[waiting] = _upper_product(words, choices)
         words *= np.uint64(choices)
         waiting = waiting[words < np.uint64(refused_below)]
     return values
 
 
-def _upper_product(words: Array, choices: int) -> Array:
+def _upper_product(words: HostArray, choices: int) -> HostArray:
     """Return the upper 64 bits of ``words * choices``, which are below `choices`."""
     if choices == _ALL_WORDS:
         return words

@@ -15,8 +15,7 @@ import numpy as np
 
 from mpimesh.arguments import MOST, as_flag, as_function, as_int, as_real, as_shape, shown
 from mpimesh.arrays import DType, DTypeLike, HostArray, array_shape, refuse_objects
-from mpimesh.arrays.dtypes import as_dtype, dtype_from_json, dtype_to_json
-from mpimesh.arrays.indexed import arange_block, eye_block, linspace_block
+from mpimesh.arrays.dtypes import as_dtype, dtype_from_json, dtype_to_json, is_half
 from mpimesh.arrays.random_bits import key_of
 from mpimesh.arrays.random_numbers import (
     bernoulli_block,
@@ -352,8 +351,7 @@ def arange(
     shape = shape_of_lengths(max(0, math.ceil((stop - start) / step)))
 
     def block(box: Box) -> HostArray:
-        values: HostArray = arange_block(start, step, shape, box, kind)
-        return values
+        return _arange_block(start, step, shape[0], box[0], kind)
 
     return _made(shape, mesh, placements, block, kind, "arange", (start, stop, step))
 
@@ -374,8 +372,7 @@ def linspace(
     endpoint, kind = as_flag(endpoint, "endpoint", ArrayValueError), as_dtype(dtype)
 
     def block(box: Box) -> HostArray:
-        values: HostArray = linspace_block(start, stop, shape, box, kind, endpoint=endpoint)
-        return values
+        return _linspace_block(start, stop, shape[0], box[0], kind, endpoint=endpoint)
 
     arguments = (start, stop, num, endpoint)
     return _made(shape, mesh, placements, block, kind, "linspace", arguments)
@@ -397,10 +394,91 @@ def eye(
     shape, kind = shape_of_lengths((rows, columns)), as_dtype(dtype)
 
     def block(box: Box) -> HostArray:
-        values: HostArray = eye_block(shape, box, kind, k=k)
-        return values
+        (top, bottom), (left, right) = box
+        return np.eye(bottom - top, right - left, k + top - left, kind)
 
     return _made(shape, mesh, placements, block, kind, "eye", (k,))
+
+
+_RUN = 1 << 16
+"""Elements of a range at a time: what is computed in another type than the block's stays small."""
+
+
+def _arange_block(
+    start: float, step: float, length: int, part: tuple[int, int], dtype: Any
+) -> HostArray:
+    """Return a part of the numbers ``start, start + step, ...``, as `numpy.arange` has them.
+
+    As there, the first two are `start` and ``start + step``, rounded to `dtype`, and their
+    difference decides on all others: ``first + i * difference``, half types in float32.
+    Integers wrap around past the dtype's end.
+    """
+    wanted = _numbers(dtype)
+    low, high = part
+    block: HostArray = np.empty(high - low, wanted)
+    first = np.zeros(2, wanted)
+    try:
+        for index in range(min(2, length)):
+            first[index] = start + step if index else start
+    except OverflowError:
+        raise ArrayValueError(
+            f"{wanted} cannot hold the first numbers of a range from {start} by {step}"
+        ) from None
+    working = wanted.newbyteorder("=")
+    if wanted.kind in "iu":
+        working = np.dtype(np.uint64)  # wraps around, and so does what is cut off it
+    elif is_half(wanted):
+        working = np.dtype(np.float32)
+    begin, following = first.astype(working)
+    with np.errstate(over="ignore"):
+        difference = following - begin
+    for at in range(low, high, _RUN):
+        values = np.arange(at, min(at + _RUN, high)).astype(working)
+        values *= difference
+        values += begin
+        values = values.view(np.int64) if wanted.kind == "i" else values
+        block[at - low : at - low + len(values)] = values
+    # These two exactly: differences are rounded, and 0 + -0.0 is 0.0.
+    for index in range(low, min(high, 2)):
+        block[index - low] = first[index]
+    return block
+
+
+def _linspace_block(
+    start: float, stop: float, length: int, part: tuple[int, int], dtype: Any, *, endpoint: bool
+) -> HostArray:
+    """Return a part of numbers evenly spread over [start, stop], as `numpy.linspace` has them.
+
+    Computed in float64, ``start + i * step``, the last one being `stop` itself, and rounded
+    to `dtype`; down to whole numbers where that is a dtype of integers.
+    """
+    wanted = _numbers(dtype)
+    low, high = part
+    block: HostArray = np.empty(high - low, wanted)
+    first, last = np.float64(start), np.float64(stop)
+    span = last - first
+    parts = length - 1 if endpoint else length
+    step = span / parts if parts > 0 else span
+    for at in range(low, high, _RUN):
+        values = np.arange(at, min(at + _RUN, high)).astype(np.float64)
+        if parts > 0 and step == 0:  # the span is so small that its parts are not
+            values /= parts
+            values *= span
+        else:
+            values *= step
+        values += first
+        if endpoint and length > 1 and at + len(values) == length:
+            values[-1] = last
+        values = np.floor(values) if wanted.kind in "iu" else values
+        block[at - low : at - low + len(values)] = values
+    return block
+
+
+def _numbers(dtype: DType) -> DType:
+    """Return `dtype` if it is one of integers or floats."""
+    if dtype.kind not in "iuf" and not is_half(dtype):
+        raise DTypeError(f"a range has a dtype of integers or floats, got {dtype}")
+    return dtype
 
 
 class Random:

@@ -8,13 +8,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpimesh.arrays.indexed import flat_indices, full_block
 from mpimesh.arrays.random_numbers import (
     bernoulli_block,
     exponential_block,
     integers_block,
     normal_block,
-    random_block,
     uniform_block,
 )
 from mpimesh.layout import Box
@@ -22,36 +20,31 @@ from mpimesh.layout import Box
 KEY = 0x0123456789ABCDEF
 
 RANDOM: dict[str, Callable[..., Any]] = {
-    "random": lambda s, b, **o: random_block(KEY, s, b, **o),
-    "random float32": lambda s, b, **o: random_block(KEY, s, b, np.float32, **o),
-    "random float16": lambda s, b, **o: random_block(KEY, s, b, np.float16, **o),
-    "random bfloat16": lambda s, b, **o: random_block(KEY, s, b, ml_dtypes.bfloat16, **o),
-    "uniform": lambda s, b, **o: uniform_block(KEY, -3.0, 7.5, s, b, **o),
-    "uniform float16": lambda s, b, **o: uniform_block(KEY, -3.0, 7.5, s, b, np.float16, **o),
-    "normal": lambda s, b, **o: normal_block(KEY, s, b, loc=2.0, scale=3.0, **o),
-    "normal float32": lambda s, b, **o: normal_block(KEY, s, b, np.float32, **o),
-    "normal bfloat16": lambda s, b, **o: normal_block(KEY, s, b, ml_dtypes.bfloat16, **o),
-    "exponential": lambda s, b, **o: exponential_block(KEY, s, b, scale=0.5, **o),
-    "bernoulli": lambda s, b, **o: bernoulli_block(KEY, 0.3, s, b, **o),
-    "bernoulli float32": lambda s, b, **o: bernoulli_block(KEY, 1.0, s, b, np.float32, **o),
-    "dice": lambda s, b, **o: integers_block(KEY, 1, 6, s, b, np.int8, endpoint=True, **o),
-    "all integers": lambda s, b, **o: integers_block(KEY, -(2**63), 2**63, s, b, **o),
+    "random": lambda s, b: random_block(KEY, s, b),
+    "uniform": lambda s, b: uniform_block(KEY, -3.0, 7.5, s, b),
+    "uniform float16": lambda s, b: uniform_block(KEY, -3.0, 7.5, s, b, np.float16),
+    "normal": lambda s, b: normal_block(KEY, s, b, loc=2.0, scale=3.0),
+    "normal float32": lambda s, b: normal_block(KEY, s, b, np.float32),
+    "normal bfloat16": lambda s, b: normal_block(KEY, s, b, ml_dtypes.bfloat16),
+    "exponential": lambda s, b: exponential_block(KEY, s, b, scale=0.5),
+    "bernoulli": lambda s, b: bernoulli_block(KEY, 0.3, s, b),
+    "bernoulli float32": lambda s, b: bernoulli_block(KEY, 1.0, s, b, np.float32),
+    "dice": lambda s, b: integers_block(KEY, 1, 6, s, b, np.int8, endpoint=True),
+    "all integers": lambda s, b: integers_block(KEY, -(2**63), 2**63, s, b),
     # Every fourth word is refused.
-    "refused": lambda s, b, **o: integers_block(KEY, 5, 5 + 3 * 2**62, s, b, np.uint64, **o),
+    "refused": lambda s, b: integers_block(KEY, 5, 5 + 3 * 2**62, s, b, np.uint64),
 }
-"""Functions of a shape, a box, and options."""
-
-ANY_SHAPE: dict[str, Callable[..., Any]] = {
-    **RANDOM,
-    "numbers": flat_indices,
-    "full": lambda s, b, **o: full_block(7, s, b, np.int16, **o),
-}
-"""Those, and the others that take any shape."""
+"""Functions of a shape and a box."""
 
 
-def whole(make: Any, shape: tuple[int, ...], **options: Any) -> Any:
+def random_block(key: int, shape: tuple[int, ...], box: Box) -> Any:
+    """Return a block of numbers spread evenly over [0, 1)."""
+    return uniform_block(key, 0.0, 1.0, shape, box)
+
+
+def whole(make: Any, shape: tuple[int, ...]) -> Any:
     """Return the whole array."""
-    return make(shape, everything(shape), **options)
+    return make(shape, everything(shape))
 
 
 def everything(shape: tuple[int, ...]) -> Box:

@@ -17,10 +17,9 @@ from mpimesh.arrays.random_numbers import (
     integers_block,
     normal_block,
     permutation,
-    random_block,
     uniform_block,
 )
-from tests.helpers.array_makers import KEY
+from tests.helpers.array_makers import KEY, random_block
 from tests.helpers.depth import examples
 
 WORD = (1 << 64) - 1
@@ -47,7 +46,7 @@ def word(key, number):
 @settings(max_examples=examples(200))
 @given(key=st.integers(0, WORD), numbers=st.lists(st.integers(0, WORD), min_size=1, max_size=4))
 def test_words_are_those_of_the_model(key, numbers):
-    found = WordStream.of(key).words(np, np.array(numbers, np.uint64))
+    found = WordStream.of(key).words(np.array(numbers, np.uint64))
     assert found.tolist() == [word(key, number) for number in numbers]
 
 
@@ -85,7 +84,7 @@ def test_logarithms_are_right_to_a_unit_in_the_last_place():
         ]
     )
     expected = np.array([math.log(v) for v in x])
-    assert (np.abs(natural_log(np, x) - expected) <= np.spacing(np.abs(expected))).all()
+    assert (np.abs(natural_log(x) - expected) <= np.spacing(np.abs(expected))).all()
 
 
 def test_quantiles_are_those_of_the_standard_library():
@@ -94,18 +93,18 @@ def test_quantiles_are_those_of_the_standard_library():
     normal = statistics.NormalDist()
     # The library takes p itself, which has lost digits of q where it is close to 1.
     expected = np.array([-math.copysign(1, v) * normal.inv_cdf(0.5 - abs(v)) for v in q])
-    np.testing.assert_allclose(normal_quantile(np, q), expected, rtol=2e-15, atol=1e-17)
+    np.testing.assert_allclose(normal_quantile(q), expected, rtol=2e-15, atol=1e-17)
 
 
 def test_the_largest_word_is_one_like_all_others():
     """Chance would not find it: the number was computed back from the word."""
     number = 2114105577896304191
     where = (2**63 - 1,), ((number, number + 1),)
-    assert WordStream.of(0).words(np, np.array([number], np.uint64)).tolist() == [WORD]
+    assert WordStream.of(0).words(np.array([number], np.uint64)).tolist() == [WORD]
     assert bernoulli_block(0, 1.0, *where).tolist() == [True]
     assert bernoulli_block(0, 1 - 2.0**-53, *where).tolist() == [False]
     for dtype in (np.float64, np.float32, np.float16):
-        assert random_block(0, *where, dtype)[0] == 1 - np.finfo(dtype).epsneg
+        assert uniform_block(0, 0, 1, *where, dtype)[0] == 1 - np.finfo(dtype).epsneg
     assert normal_block(0, *where)[0] == pytest.approx(8.2095361516)
     assert integers_block(0, 0, 10, *where).tolist() == [9]
 
