@@ -64,6 +64,11 @@ class MpimeshError(Exception):
 
     agreed: bool = False
 
+    @classmethod
+    def everywhere(cls, message: str) -> Self:
+        """Return the error as one that every rank of the group raises alike."""
+        return on_all_ranks(cls(message))
+
 
 E = TypeVar("E", bound=MpimeshError)
 

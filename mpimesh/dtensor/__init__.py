@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpimesh.dtensor import (
+from mpimesh.dtensor import (  # noqa: F401  their import registers the rules for NumPy's functions
     array_api,
     contract,
     elementwise,
@@ -36,23 +36,6 @@ from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.halo_exchange import Halo, HaloField, shift
 from mpimesh.dtensor.local_map import BlockPlace, local_map
 from mpimesh.dtensor.variable import DVariable
-
-_RULES = (
-    array_api,
-    contract,
-    elementwise,
-    fft,
-    indexing,
-    joining,
-    linalg,
-    reduce,
-    reshape,
-    scans,
-    sorting,
-    statistics,
-    tables,
-    writes,
-)  # importing them registers their rules for NumPy's functions
 
 __all__ = [
     "BlockPlace",

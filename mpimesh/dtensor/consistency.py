@@ -24,7 +24,6 @@ from mpimesh.layout import Layout, Placement, Replicate, Shard
 from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call, Site, call_stack
-from mpimesh.runtime.operands import host_array
 
 __all__ = [
     "agreed_blocks",
@@ -33,7 +32,6 @@ __all__ = [
     "compare_call",
     "compare_copies",
     "gather_facts",
-    "host_block",
     "raise_together",
     "table_of",
     "writable_block",
@@ -162,13 +160,11 @@ def compare_copies(block: HostArray, mesh: DeviceMesh, layout: Layout, name: str
         place = tuple(coord for coord, one in zip(coords, repeated, strict=True) if not one)
         other, expected = first.setdefault(place, (rank, digest))
         if digest != expected:
-            raise on_all_ranks(
-                MismatchError(
-                    f"{name} as {layout.text}: ranks {other} and {rank} must bring the same "
-                    f"block, but its values differ (digests {expected} and {digest}); make it "
-                    "alike on both, or let one rank give it by mm.distribute(x, mesh, "
-                    "placements, root=0)"
-                )
+            raise MismatchError.everywhere(
+                f"{name} as {layout.text}: ranks {other} and {rank} must bring the same "
+                f"block, but its values differ (digests {expected} and {digest}); make it "
+                "alike on both, or let one rank give it by mm.distribute(x, mesh, "
+                "placements, root=0)"
             )
 
 
@@ -218,15 +214,6 @@ def _bytes(x: HostArray) -> memoryview:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
-def host_block(block: Any) -> HostArray:
-    """Return a block as a NumPy array, itself if it is one.
-
-    Raises:
-        DTypeError: If it holds Python objects.
-    """
-    return host_array(block)
-
-
 def agreed_dtype(
     block: HostArray, mesh: DeviceMesh, name: str, problem: ShapeError | None = None
 ) -> DType:
@@ -252,8 +239,8 @@ def agreed_dtype(
         rows = "; ".join(
             f"rank {rank}: {dtype}" for rank, dtype in zip(ranks[:16], dtypes, strict=False)
         )
-        raise on_all_ranks(
-            MismatchError(f"{name} needs blocks of one dtype; give dtype=, or cast them: {rows}")
+        raise MismatchError.everywhere(
+            f"{name} needs blocks of one dtype; give dtype=, or cast them: {rows}"
         )
     return (full or dtypes)[0]
 
@@ -289,7 +276,7 @@ def agreed_blocks(
     heads = {(len(shape), text) for shape, _, text in rows}
     full = [place for place, (shape, _, _) in enumerate(rows) if 0 not in shape]
     if len(heads) > 1 or len({rows[place][1] for place in full}) > 1:
-        raise on_all_ranks(MismatchError(_table("of one dtype, rank and layout", rows, ranks)))
+        raise MismatchError.everywhere(_table("of one dtype, rank and layout", rows, ranks))
     shapes = np.array([shape for shape, _, _ in rows], np.int64).reshape(*layout.mesh.shape, -1)
     if any(isinstance(spec, Shard) and spec.axis >= block.ndim for spec in layout.placement):
         layout.tiling(block.shape)  # raises, and says why
@@ -301,7 +288,7 @@ def agreed_blocks(
         # Along all other dims the blocks must be alike.
         first = lengths[tuple(slice(None) if d in dims else slice(1) for d in range(lengths.ndim))]
         if (lengths != first).any():
-            raise on_all_ranks(MismatchError(_table(f"that fit along axis {axis}", rows, ranks)))
+            raise MismatchError.everywhere(_table(f"that fit along axis {axis}", rows, ranks))
         shape.append(int(first.sum()))
         if len(dims) == 1:
             (dim,) = dims
@@ -318,11 +305,9 @@ def agreed_blocks(
     except LayoutError as error:
         raise on_all_ranks(error) from None
     if wrong:
-        raise on_all_ranks(
-            ShapeError(
-                f"blocks of shape {tuple(shape)} as {fitted} must be even where several dims "
-                f"split an axis: {_table('that are', rows, ranks)}"
-            )
+        raise ShapeError.everywhere(
+            f"blocks of shape {tuple(shape)} as {fitted} must be even where several dims "
+            f"split an axis: {_table('that are', rows, ranks)}"
         )
     return tuple(shape), fitted, dtype_from_json(found[full[0] if full else 0][3])
 

@@ -22,7 +22,7 @@ from mpimesh.dtensor.run import (
     shape_of,
     store,
 )
-from mpimesh.errors import DTypeError, NoRuleError, ShapeError, on_all_ranks
+from mpimesh.errors import DTypeError, NoRuleError, ShapeError
 from mpimesh.layout.op_rules import (
     Contraction,
     Linearity,
@@ -72,7 +72,7 @@ def einsum(*operands: Any, out: Any = None, optimize: Any = True, **kwargs: Any)
         NoRuleError: If the subscripts are lists of numbers, not text.
     """
     if not operands or not isinstance(operands[0], str):
-        raise on_all_ranks(NoRuleError("einsum of split arrays takes its subscripts as text first"))
+        raise NoRuleError.everywhere("einsum of split arrays takes its subscripts as text first")
     subscripts, arrays = operands[0], [plain(one) for one in operands[1:]]
     kind = _kind(lambda *ones: _product(*ones, **kwargs), arrays, 0)
     op, linear = _reduction(arrays, kind)
@@ -99,8 +99,8 @@ def tensordot(a: Any, b: Any, axes: Any = 2) -> DTensor:
     first, second = shape_of(a), shape_of(b)
     if isinstance(axes, int):
         if not 0 <= axes <= min(len(first), len(second)):
-            raise on_all_ranks(
-                ShapeError(f"tensordot over {axes} axes needs arrays of as many: {first}, {second}")
+            raise ShapeError.everywhere(
+                f"tensordot over {axes} axes needs arrays of as many: {first}, {second}"
             )
         left = tuple(range(len(first) - axes, len(first)))
         right = tuple(range(axes))
@@ -110,11 +110,9 @@ def tensordot(a: Any, b: Any, axes: Any = 2) -> DTensor:
             for one, shape in zip(axes, (first, second), strict=True)
         )
     if [first[i] for i in left] != [second[i] for i in right]:
-        raise on_all_ranks(
-            ShapeError(
-                f"tensordot of shapes {first} and {second} needs axes of one length in pairs, got "
-                f"axes {left} and {right}"
-            )
+        raise ShapeError.everywhere(
+            f"tensordot of shapes {first} and {second} needs axes of one length in pairs, got "
+            f"axes {left} and {right}"
         )
     rows = [[*range(len(first))], [*range(len(first), len(first) + len(second))]]
     for i, j in zip(left, right, strict=True):
@@ -160,8 +158,8 @@ def vdot(a: Any, b: Any, /) -> DTensor:
     """Return the sum of the products of all elements, those of `a` conjugated."""
     a, b = plain(a), plain(b)
     if prod(shape_of(a)) != prod(shape_of(b)):
-        raise on_all_ranks(
-            ShapeError(f"vdot needs arrays of one size, got shapes {shape_of(a)} and {shape_of(b)}")
+        raise ShapeError.everywhere(
+            f"vdot needs arrays of one size, got shapes {shape_of(a)} and {shape_of(b)}"
         )
     if shape_of(a) != shape_of(b):
         a, b = _flat(a), _flat(b)
@@ -199,7 +197,7 @@ def _gufunc(
         kwargs.pop("axes", None)
         operands = [plain(a), plain(b)]
         if any(len(shape_of(one)) < len(row) for one, row in zip(operands, rows, strict=True)):
-            raise on_all_ranks(ShapeError(f"np.{name} of shapes {[*map(shape_of, operands)]}"))
+            raise ShapeError.everywhere(f"np.{name} of shapes {[*map(shape_of, operands)]}")
         extra = [len(shape_of(one)) - len(row) for one, row in zip(operands, rows, strict=True)]
         most = max(extra)
         letters = [
@@ -211,7 +209,7 @@ def _gufunc(
             for letter, length in list(zip(line, shape_of(one), strict=True))[-2:]:
                 lengths.setdefault(letter, set()).add(length)
         if any(len(lengths[letter]) > 1 for letter in range(3) if letter in lengths):
-            raise on_all_ranks(ShapeError(f"np.{name} of shapes {[*map(shape_of, operands)]}"))
+            raise ShapeError.everywhere(f"np.{name} of shapes {[*map(shape_of, operands)]}")
         cores = [
             np.ones((1,) * len(row), one.dtype) for one, row in zip(operands, rows, strict=True)
         ]
@@ -257,20 +255,18 @@ def _with_axes(
     axes = options.pop("axes")
     counts = [len(row) for row in (*rows, output)]
     if not isinstance(axes, list):
-        raise on_all_ranks(DTypeError(f"axes= of np.{function.__name__} is a list, got {axes!r}"))
+        raise DTypeError.everywhere(f"axes= of np.{function.__name__} is a list, got {axes!r}")
     if len(axes) not in ((3,) if output else (2, 3)):
-        raise on_all_ranks(
-            ShapeError(f"axes= of np.{function.__name__} has an entry for each operand: {axes}")
+        raise ShapeError.everywhere(
+            f"axes= of np.{function.__name__} has an entry for each operand: {axes}"
         )
     turned = []
     chosen = [one if isinstance(one, tuple) else (one,) for one in (*axes, ())[:3]]
     for x, which, count in zip((plain(a), plain(b)), chosen, counts, strict=False):
         if len(shape_of(x)) < count or len(which) != count:
-            raise on_all_ranks(
-                ShapeError(
-                    f"np.{function.__name__} works on {count} axes of an operand, got {which} of "
-                    f"shape {shape_of(x)}"
-                )
+            raise ShapeError.everywhere(
+                f"np.{function.__name__} works on {count} axes of an operand, got {which} of "
+                f"shape {shape_of(x)}"
             )
         normalize_axis_tuple(which, len(shape_of(x)))
         last = tuple(range(-count, 0))
@@ -279,8 +275,8 @@ def _with_axes(
     found = sure_rule_of(function)(*turned, **options)
     if output:
         if len(chosen[2]) != len(output):
-            raise on_all_ranks(
-                ShapeError(f"the result of np.{function.__name__} has other axes than {chosen[2]}")
+            raise ShapeError.everywhere(
+                f"the result of np.{function.__name__} has other axes than {chosen[2]}"
             )
         found = sure_rule_of(np.moveaxis)(found, tuple(range(-len(output), 0)), chosen[2])
     made: DTensor = found

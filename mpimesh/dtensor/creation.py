@@ -42,9 +42,9 @@ from mpimesh.errors import (
     MismatchError,
     RankError,
     ShapeError,
-    on_all_ranks,
 )
 from mpimesh.layout import Box, Layout, Partial, PlacementLike, Replicate
+from mpimesh.layout.boxes import extent, slices
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.operands import host_array
@@ -152,30 +152,30 @@ def from_callback(
     if layout.partial_op:
         raise LayoutError(f"a callback gives values, not summands; got placements {layout.text}")
 
-    def part(index: tuple[slice, ...]) -> HostArray:
+    def block_of(box: Box) -> HostArray:
+        index = slices(box)
         found = host_array(callback(index))
-        wanted = tuple(one.stop - one.start for one in index)
-        if found.shape != wanted:
+        if found.shape != extent(box):
             raise ShapeError(
                 f"the callback gave shape {found.shape} for {index} on rank {mesh.rank}, which is "
-                f"of shape {wanted}"
+                f"of shape {extent(box)}"
             )
         return found
 
     sizes = shape_of_lengths(shape)
     compare_call(mesh, "from_callback", (sizes, layout.text, dtype))
     if dtype is not None or not _is_member(mesh):
-        made = made_of_blocks(sizes, mesh, layout, part, dtype)
+        made = made_of_blocks(sizes, mesh, layout, block_of, dtype)
         if made.is_member:
             compare_copies(made.local, mesh, layout, "from_callback")
         return made
     problem: ShapeError | None = None
     try:
-        mine = part(tuple(slice(*edges) for edges in layout.box(sizes, mesh.rank)))
+        mine = block_of(layout.box(sizes, mesh.rank))
     except ShapeError as error:
         mine, problem = np.empty(0), error
     kind = agreed_dtype(mine, mesh, "from_callback", problem)
-    made = made_of_blocks(sizes, mesh, layout, lambda index: mine, kind)
+    made = made_of_blocks(sizes, mesh, layout, lambda box: mine, kind)
     compare_copies(made.local, mesh, layout, "from_callback")
     return made
 
@@ -204,7 +204,7 @@ def full(
         mesh,
         "full",
         (sizes, found, layout.text, kind),
-        lambda: with_summands(sizes, mesh, layout, lambda index: whole[index], kind),
+        lambda: with_summands(sizes, mesh, layout, lambda box: whole[slices(box)], kind),
     )
 
 
@@ -252,10 +252,10 @@ def made_of_blocks(
     shape: tuple[int, ...],
     mesh: DeviceMesh,
     layout: Layout,
-    part: Callable[[tuple[slice, ...]], HostArray],
+    block_of: Callable[[Box], HostArray],
     dtype: DTypeLike | None = None,
 ) -> DTensor:
-    """Return the tensor whose block is what `part` gives for this rank's slices. Local."""
+    """Return the tensor whose block is what `block_of` gives for this rank's box. Local."""
     kind = None if dtype is None else as_dtype(dtype)
     if not _is_member(mesh):
         layout.tiling(shape)
@@ -264,8 +264,8 @@ def made_of_blocks(
         return DTensor(mesh, layout, shape, kind, None)
     box = layout.box(shape, mesh.rank)
     # Before memory is taken: a block may have more bytes than an address can count.
-    array_shape([stop - start for start, stop in box], np.uint8 if kind is None else kind)
-    values = part(tuple(slice(start, stop) for start, stop in box))
+    array_shape(extent(box), np.uint8 if kind is None else kind)
+    values = block_of(box)
     block = mesh.shared_empty(values.shape, values.dtype if kind is None else kind)
     block[...] = values
     return DTensor(mesh, layout, shape, block.dtype, block)
@@ -275,12 +275,12 @@ def with_summands(
     shape: tuple[int, ...],
     mesh: DeviceMesh,
     layout: Layout,
-    part: Callable[[tuple[slice, ...]], HostArray],
+    block_of: Callable[[Box], HostArray],
     dtype: Any,
 ) -> DTensor:
-    """Return the tensor with the values that `part` gives, be they split into summands. Local."""
+    """Return the tensor with the values of a block for each box, or of summands of it. Local."""
     values = [Replicate() if isinstance(spec, Partial) else spec for spec in layout.placement]
-    made = made_of_blocks(shape, mesh, Layout(mesh, values), part, dtype)
+    made = made_of_blocks(shape, mesh, Layout(mesh, values), block_of, dtype)
     return made.redistribute(layout.placement)  # of copies summands are made without any message
 
 
@@ -315,15 +315,13 @@ def _facts_of(mesh: DeviceMesh, x: Any, root: int) -> tuple[HostArray | None, Sh
     found, ranks = gather_facts(mesh, "distribute", facts), list(mesh.group().ranks)
     roots = [theirs for theirs, *_ in found]
     if set(roots) != {root}:
-        raise on_all_ranks(
-            MismatchError(
-                "distribute needs the same root on all ranks of the mesh, got "
-                + ", ".join(f"{one} on rank {rank}" for rank, one in zip(ranks, roots, strict=True))
-            )
+        raise MismatchError.everywhere(
+            "distribute needs the same root on all ranks of the mesh, got "
+            + ", ".join(f"{one} on rank {rank}" for rank, one in zip(ranks, roots, strict=True))
         )
     _, shape, descr, problem = found[ranks.index(root)]
     if problem:
-        raise on_all_ranks(DTypeError(f"rank {root} has no array to distribute: {problem}"))
+        raise DTypeError.everywhere(f"rank {root} has no array to distribute: {problem}")
     return whole, tuple(shape), dtype_from_json(descr)
 
 
@@ -631,14 +629,9 @@ def _made(
 ) -> DTensor:
     """Return what `block` gives for this rank's part; `call` with its `arguments` is checked."""
     layout = Layout(as_live(mesh), placements)
-
-    def part(index: tuple[slice, ...]) -> HostArray:
-        values: HostArray = block(tuple((one.start, one.stop) for one in index))
-        return values
-
     return call_compared(
         mesh,
         call,
         (*arguments, shape, np.dtype(dtype), layout.text),
-        lambda: with_summands(shape, mesh, layout, part, dtype),
+        lambda: with_summands(shape, mesh, layout, block, dtype),
     )

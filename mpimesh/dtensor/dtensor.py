@@ -18,7 +18,6 @@ from mpimesh.dtensor.consistency import (
     call_compared,
     compare_call,
     compare_copies,
-    host_block,
     writable_block,
 )
 from mpimesh.dtensor.defaults import as_live
@@ -46,6 +45,7 @@ from mpimesh.layout import (
 )
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
+from mpimesh.runtime.operands import host_array
 from mpimesh.runtime.persistent import Persistent
 from mpimesh.trace import html
 
@@ -135,7 +135,7 @@ class DTensor(Methods):
             ...     print(x.shape, x.layout.text, x.full()[:, 0])
             (3, 2) dp=S0(0,1,2) [1 2 2]
         """
-        own = writable_block(host_block(block), as_live(mesh))
+        own = writable_block(host_array(block), as_live(mesh))
         if shape is None:
             shape, layout, dtype = agreed_blocks(own, mesh, Layout(mesh, placements))
             own = own.astype(dtype, copy=False)  # another one only without elements

@@ -23,7 +23,7 @@ from mpimesh.dtensor.run import (
     shape_of,
     store,
 )
-from mpimesh.errors import DTypeError, NoRuleError, ShapeError, on_all_ranks
+from mpimesh.errors import DTypeError, NoRuleError, ShapeError
 from mpimesh.layout import Partial, PlacementSpec, Replicate, Shard
 from mpimesh.layout.op_rules import (
     Linearity,
@@ -67,11 +67,9 @@ def ufunc_rule(ufunc: np.ufunc, method: str, args: Sequence[Any], kwargs: dict[s
         return made if out is None else store(made, out)
     if method == "outer":
         return outer(ufunc, *args, **kwargs)
-    raise on_all_ranks(
-        NoRuleError(
-            f"np.{ufunc.__name__}.{method} has no rule for split arrays; call it on x.full(), or "
-            "on blocks"
-        )
+    raise NoRuleError.everywhere(
+        f"np.{ufunc.__name__}.{method} has no rule for split arrays; call it on x.full(), or "
+        "on blocks"
     )
 
 
@@ -112,25 +110,9 @@ def call(
         for one in outputs:
             checked_out(one, shape)
     kinds = tried(ufunc, operands, out=tuple(outs), **kwargs)
-    linear = _linear(ufunc, operands, kinds)
-    if masks:
-        linear = ()
-    return _done(ufunc, operands, masks, outs, shape, kinds, linear, kwargs)
-
-
-def _done(
-    ufunc: np.ufunc,
-    operands: list[Any],
-    masks: list[Any],
-    outs: list[Any],
-    shape: tuple[int, ...],
-    kinds: list[DType],
-    linear: tuple[Linearity, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    outputs = [one for one in outs if one is not None]
-    unmasked = outputs if masks else []  # their values stay where the mask is false
-    everything = [*operands, *masks, *unmasked]
+    # What `out` holds stays where the mask is false.
+    everything = [*operands, *masks, *(outputs if masks else [])]
+    linear = () if masks else _linear(ufunc, operands, kinds)
     pattern = elementwise_pattern([shape_of(one) for one in everything], shape, linear)
     may_fail = _may_fail(ufunc, operands, shape, kinds)
     mesh = common_mesh([*everything, *outs])
@@ -215,7 +197,7 @@ def tried(function: Callable[..., Any], operands: Sequence[Any], **kwargs: Any) 
     rows = found if isinstance(found, tuple) else (found,)
     kinds = [np.asarray(one).dtype for one in rows]
     if any(kind.hasobject for kind in kinds):
-        raise on_all_ranks(DTypeError("split arrays do not hold Python objects"))
+        raise DTypeError.everywhere("split arrays do not hold Python objects")
     return kinds
 
 
@@ -282,7 +264,7 @@ def where(condition: Any, *choices: Any) -> Any:
     if not choices:
         return sure_rule_of(np.nonzero)(condition)
     if len(choices) != 2:
-        raise on_all_ranks(ShapeError("np.where takes two arrays to choose from, or none; got 1"))
+        raise ShapeError.everywhere("np.where takes two arrays to choose from, or none; got 1")
     return blockwise(np.where, [condition, *choices], (Linearity((1, 2), _SUMS),))
 
 
@@ -406,18 +388,16 @@ def round_(a: DTensor, decimals: int = 0) -> DTensor:
     return blockwise(lambda block: np.round(block, decimals), [a])
 
 
-def _one_operand(function: Callable[..., Any]) -> None:
-    @implements(function)
-    def do(x: DTensor) -> DTensor:
-        return blockwise(function, [x])
+def _each(function: Callable[..., Any], x: DTensor) -> DTensor:
+    return blockwise(function, [x])
 
 
 for _function in (np.iscomplex, np.isreal, np.isposinf, np.isneginf, np.i0, np.sinc, np.fix):
-    _one_operand(_function)
+    implements(_function)(partial(_each, _function))
 
 
 @implements_by_name(np.copy)
-def copy(a: DTensor) -> DTensor:
+def copy(a: DTensor, **memory: Any) -> DTensor:
     """Return a tensor with a block of its own. Local."""
     return a.copy()
 
@@ -431,7 +411,7 @@ def astype(x: DTensor, dtype: Any, /, *, copy: bool = True, device: Any = None) 
     """
     kind = np.dtype(dtype)
     if kind.hasobject:
-        raise on_all_ranks(DTypeError("split arrays do not hold Python objects"))
+        raise DTypeError.everywhere("split arrays do not hold Python objects")
     if kind == x.dtype:
         return x.copy() if copy else x
     if x.dtype.kind in "SU":
@@ -471,7 +451,9 @@ def copyto(dst: DTensor, src: Any, casting: Any = "same_kind", where: Any = True
 
 
 @implements_by_name(np.full_like)
-def full_like(a: DTensor, fill_value: Any, dtype: Any = None, shape: Any = None) -> DTensor:
+def full_like(
+    a: DTensor, fill_value: Any, dtype: Any = None, shape: Any = None, **memory: Any
+) -> DTensor:
     """Return an array in the layout of `a`, with `fill_value` everywhere."""
     made = empty_like(a, dtype, shape=shape)
     copyto(made, fill_value, casting="unsafe")
@@ -491,9 +473,10 @@ def empty_like(
     One of another `shape` is split along the same axes, as far as it has them.
     """
     kind = prototype.dtype if dtype is None else np.dtype(dtype)
+    # Truth values, for example, cannot be summands.
+    reduces = kind.kind in ("biuf" if prototype.layout.partial_op in ("min", "max") else "iufc")
     specs: list[PlacementSpec] = [
-        # Truth values, for example, cannot be summands.
-        Replicate() if isinstance(spec, Partial) and not _can_be_parts(kind, spec.op) else spec
+        Replicate() if isinstance(spec, Partial) and not reduces else spec
         for spec in prototype.placement
     ]
     sizes = prototype.shape
@@ -506,7 +489,3 @@ def empty_like(
             for spec in specs
         ]
     return creation.empty(sizes, prototype.mesh, specs, dtype=kind)
-
-
-def _can_be_parts(kind: DType, op: str) -> bool:
-    return kind.kind in ("biuf" if op in ("min", "max") else "iufc")

@@ -23,10 +23,11 @@ from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.joining import roll
 from mpimesh.dtensor.methods import reduced
-from mpimesh.dtensor.run import axes_of, axis_of, moved_to, refuse_options
-from mpimesh.errors import AxisError, ShapeError, on_all_ranks
+from mpimesh.dtensor.run import axes_of, implements_by_name, moved_to
+from mpimesh.errors import AxisError, ShapeError
 from mpimesh.layout import Placement, Shard
 from mpimesh.layout.axis_rules import lines_placement, unsplit
+from mpimesh.runtime.operands import normal_axis
 
 __all__: list[str] = []
 
@@ -58,15 +59,14 @@ def _transformed(x: DTensor, phases: Sequence[Sequence[_Step]], norm: Any) -> DT
     for phase in phases:
         for step in phase:
             if step.points < 1:
-                raise on_all_ranks(
-                    ShapeError(
-                        f"a transform of axis {step.axis} of shape {x.shape} takes at least 1 "
-                        f"point, got {step.points}"
-                    )
+                raise ShapeError.everywhere(
+                    f"a transform of axis {step.axis} of shape {x.shape} takes at least 1 "
+                    f"point, got {step.points}"
                 )
         left = list(phase)
         while left:
-            ready = [step for step in left if step.axis not in _split_axes(x)]
+            split = {spec.axis for spec in x.placement if isinstance(spec, Shard)}
+            ready = [step for step in left if step.axis not in split]
             if not ready:
                 x = moved_to(x, _next_placement(x, [step.axis for step in left]))
                 continue
@@ -92,10 +92,6 @@ def _here(x: DTensor, steps: Sequence[_Step], norm: Any) -> DTensor:
     return DTensor(x.mesh, x.layout, shape, kind, block)
 
 
-def _split_axes(x: DTensor) -> set[int]:
-    return {spec.axis for spec in x.placement if isinstance(spec, Shard)}
-
-
 def _next_placement(x: DTensor, left: Sequence[int]) -> Placement:
     """Return where to go on, when all axes that are left are split.
 
@@ -117,10 +113,9 @@ def _next_placement(x: DTensor, left: Sequence[int]) -> Placement:
 
 
 def _one_axis(function: Callable[..., Any], length_of: Callable[[int], int]) -> None:
-    @implements(function)
-    def do(a: Any, n: Any = None, axis: Any = -1, norm: Any = None, out: Any = None) -> DTensor:
-        refuse_options(f"fft.{function.__name__}", out=out)
-        step = _step(function, a.shape, axis_of(axis, a.ndim), n, length_of)
+    @implements_by_name(function)
+    def do(a: Any, n: Any = None, axis: Any = -1, norm: Any = None) -> DTensor:
+        step = _step(function, a.shape, normal_axis(axis, a.ndim), n, length_of)
         return _transformed(a, [[step]], norm)
 
 
@@ -160,7 +155,7 @@ def _axes_and_points(x: Any, s: Any, axes: Any) -> Iterator[tuple[int, Any]]:
         chosen = tuple(range(0 if s is None else x.ndim - len(s), x.ndim))
     else:
         # One that is named twice is transformed twice.
-        chosen = tuple(axis_of(axis, x.ndim, "axes") for axis in axes)
+        chosen = tuple(normal_axis(axis, x.ndim, "axes") for axis in axes)
     points = (None,) * len(chosen) if s is None else tuple(s)
     if len(points) != len(chosen) or any(axis < 0 for axis in chosen):
         raise ShapeError(f"s= and axes= of a transform go in pairs, got s={s} and axes={axes}")
@@ -178,11 +173,8 @@ def _several(
     """Register transforms of several axes; `last` does the last one, before or after the others."""
 
     def make(function: Callable[..., Any], default: Any) -> None:
-        @implements(function)
-        def do(
-            a: Any, s: Any = None, axes: Any = default, norm: Any = None, out: Any = None
-        ) -> Any:
-            refuse_options(f"fft.{function.__name__}", out=out)
+        @implements_by_name(function)
+        def do(a: Any, s: Any = None, axes: Any = default, norm: Any = None) -> Any:
             rows = list(_axes_and_points(a, s, axes))
             if last is None:
                 return _transformed(a, [[_step(one, a.shape, *row, _same) for row in rows]], norm)

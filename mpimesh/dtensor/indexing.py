@@ -26,11 +26,19 @@ from mpimesh.dtensor.reshape import (
     squeeze,
     swapaxes,
 )
-from mpimesh.dtensor.run import as_tensor, axes_of, axis_of, moved_to, refuse_options, whole_key
-from mpimesh.errors import IndexOutOfRangeError, LayoutError, NoRuleError, ShapeError, on_all_ranks
+from mpimesh.dtensor.run import (
+    as_tensor,
+    as_tensors,
+    axes_of,
+    implements_by_name,
+    moved_to,
+    whole_key,
+)
+from mpimesh.errors import IndexOutOfRangeError, LayoutError, NoRuleError, ShapeError
 from mpimesh.layout import Layout, Placement, Shard
 from mpimesh.layout.axis_rules import row_dim, rows_placement
 from mpimesh.layout.keys import checked_indices, read_key
+from mpimesh.runtime.operands import normal_axis
 
 __all__ = ["masked", "of_rows"]
 
@@ -73,8 +81,8 @@ def _with_arrays(x: DTensor, read: Any) -> DTensor:
     return moveaxis(found, range(len(shape)), range(read.place, read.place + len(shape)))
 
 
-@implements(np.take)
-def take(a: Any, indices: Any, axis: Any = None, out: Any = None, mode: str = "raise") -> DTensor:
+@implements_by_name(np.take)
+def take(a: Any, indices: Any, axis: Any = None, mode: str = "raise") -> DTensor:
     """Return the elements at some indices along an axis. Collective, if any have to move.
 
     Split indices are gathered.
@@ -82,7 +90,6 @@ def take(a: Any, indices: Any, axis: Any = None, out: Any = None, mode: str = "r
     Raises:
         IndexOutOfRangeError: On every rank, if an index is out of bounds.
     """
-    refuse_options("take", out=out)
     x, which = row_along(a, axis)
     length = x.shape[which]
     rows = np.asarray(whole_key(indices))
@@ -110,7 +117,10 @@ def matrix_diagonal(x: Any, /, *, offset: int = 0) -> DTensor:
 @implements(np.diagonal)
 def diagonal(a: Any, offset: int = 0, axis1: int = 0, axis2: int = 1) -> DTensor:
     """Return diagonals as the last axis. Collective, if both axes are split."""
-    first, second = axis_of(axis1, a.ndim, "axis1"), axis_of(axis2, a.ndim, "axis2")
+    first, second = (
+        normal_axis(axis1, a.ndim, what="axis1"),
+        normal_axis(axis2, a.ndim, what="axis2"),
+    )
     if first == second:
         raise ShapeError(f"a diagonal runs along two axes, got axis {first} twice")
     down, right = max(0, -offset), max(0, offset)
@@ -227,30 +237,24 @@ def flatnonzero(a: Any) -> DTensor:
 @implements(np.extract)
 def extract(condition: Any, arr: Any) -> DTensor:
     """Return the elements where a condition holds, in a row. Collective."""
-    mesh = next(one.mesh for one in (condition, arr) if isinstance(one, DTensor))
-    flags = ravel(reduced(as_tensor(condition, mesh)))
-    return masked(ravel(as_tensor(arr, mesh)), _truth(flags))
+    flags, x = as_tensors([condition, arr])
+    return masked(ravel(x), _truth(ravel(reduced(flags))))
 
 
-@implements(np.compress)
-def compress(condition: Any, a: Any, axis: Any = None, out: Any = None) -> DTensor:
+@implements_by_name(np.compress)
+def compress(condition: Any, a: Any, axis: Any = None) -> DTensor:
     """Return the slices along an axis for which a condition of one axis holds. Collective."""
-    refuse_options("compress", out=out)
-    mesh = next(one.mesh for one in (condition, a) if isinstance(one, DTensor))
-    x = as_tensor(a, mesh)
+    flags, x = as_tensors([condition, a])
     x, which = row_along(x, axis)
-    flags = _truth(reduced(as_tensor(condition, mesh)))
+    flags = _truth(reduced(flags))
     length = x.shape[which]
     if flags.ndim != 1:
         raise ShapeError(f"a condition has one axis, got shape {flags.shape}")
     if flags.shape[0] > length:
         beyond = pick_along(flags, {0: range(length, flags.shape[0])}, name="compress")
         if bool(sure_rule_of(np.any)(beyond)):
-            raise on_all_ranks(
-                IndexOutOfRangeError(
-                    f"a condition of shape {flags.shape} holds beyond axis {which} of shape "
-                    f"{x.shape}"
-                )
+            raise IndexOutOfRangeError.everywhere(
+                f"a condition of shape {flags.shape} holds beyond axis {which} of shape {x.shape}"
             )
         flags = pick_along(flags, {0: range(length)}, name="compress")
     if flags.shape[0] < length:
@@ -271,9 +275,8 @@ def meshgrid(
 ) -> tuple[DTensor, ...]:
     """Return the coordinates of a grid. Local: each is split along the axis that it runs along."""
     if indexing not in ("xy", "ij"):
-        raise on_all_ranks(ShapeError(f"indexing is xy or ij, got {indexing!r}"))
-    mesh = common_mesh(xi)
-    rows = [ravel(as_tensor(one, mesh)) for one in xi]
+        raise ShapeError.everywhere(f"indexing is xy or ij, got {indexing!r}")
+    rows = [ravel(one) for one in as_tensors(xi)]
     axes = range(len(rows))
     found = [
         expand_dims(row, tuple(other for other in axes if other != axis))
@@ -290,12 +293,10 @@ def meshgrid(
 @implements(np.ix_)
 def ix_(*args: Any) -> tuple[DTensor, ...]:
     """Return rows as indices along one axis each. Collective for truth values, which are found."""
-    mesh = common_mesh(args)
     found = []
-    for axis, one in enumerate(args):
-        row = as_tensor(one, mesh)
+    for axis, row in enumerate(as_tensors(args)):
         if row.ndim != 1:
-            raise on_all_ranks(ShapeError(f"np.ix_ takes rows, got shape {row.shape}"))
+            raise ShapeError.everywhere(f"np.ix_ takes rows, got shape {row.shape}")
         if row.dtype == bool:
             (row,) = nonzero(row)
         others = tuple(other for other in range(len(args)) if other != axis)
@@ -310,7 +311,7 @@ def block(arrays: Any) -> DTensor:
     mesh = common_mesh(flat)
     depths = set(_depths(arrays, 0))
     if len(depths) != 1:
-        raise on_all_ranks(ShapeError(f"np.block takes lists of one depth, got {sorted(depths)}"))
+        raise ShapeError.everywhere(f"np.block takes lists of one depth, got {sorted(depths)}")
     depth = depths.pop()
     ndim = max(depth, *(np.ndim(one) for one in flat))
 
@@ -340,7 +341,7 @@ def _depths(tree: Any, depth: int) -> Any:
         yield depth
         return
     if not tree:
-        raise on_all_ranks(ShapeError("np.block takes no empty lists"))
+        raise ShapeError.everywhere("np.block takes no empty lists")
     for one in tree:
         yield from _depths(one, depth + 1)
 
@@ -348,8 +349,7 @@ def _depths(tree: Any, depth: int) -> Any:
 @implements(np.kron)
 def kron(a: Any, b: Any) -> DTensor:
     """Return the Kronecker product. Local, if one dim at most splits each axis of `a` alone."""
-    mesh = common_mesh([a, b])
-    x, y = as_tensor(a, mesh), as_tensor(b, mesh)
+    x, y = as_tensors([a, b])
     ndim = max(x.ndim, y.ndim)
     x, y = (reshape(one, (*(1,) * (ndim - one.ndim), *one.shape)) for one in (x, y))
     outer = tuple(range(1, 2 * ndim, 2))
@@ -369,7 +369,7 @@ def resize(a: Any, new_shape: Any) -> DTensor:
     """Return an array of another size, with the elements repeated as often as needed."""
     shape = shape_tuple(new_shape)
     if any(n < 0 for n in shape):
-        raise on_all_ranks(ShapeError(f"np.resize takes no negative lengths, got {shape}"))
+        raise ShapeError.everywhere(f"np.resize takes no negative lengths, got {shape}")
     row = ravel(a)
     count = int(np.prod(shape, dtype=np.int64))
     if not row.size:
@@ -383,7 +383,7 @@ def trim_zeros(filt: Any, trim: str = "fb", axis: Any = None) -> DTensor:
     """Return the array without zeros at its edges. Collective: all ranks learn where they end."""
     sides = trim.lower()
     if sides not in ("fb", "bf", "f", "b", ""):
-        raise on_all_ranks(ShapeError(f"trim is made of f and b, got {trim!r}"))
+        raise ShapeError.everywhere(f"trim is made of f and b, got {trim!r}")
     axes = range(filt.ndim) if axis is None else axes_of(axis, filt.ndim)
     found = call(np.not_equal, (filt, 0))
     key = [slice(None)] * filt.ndim
@@ -405,7 +405,7 @@ def apply_over_axes(func: Any, a: Any, axes: Any) -> Any:
     rows = axes if hasattr(axes, "__iter__") else (index(axes),)
     found = a
     for axis in rows:
-        which = axis_of(axis, max(a.ndim, 1))
+        which = normal_axis(axis, max(a.ndim, 1))
         made = func(found, which)
         if made.ndim not in (a.ndim, a.ndim - 1):
             raise NoRuleError("np.apply_over_axes takes a function that reduces one axis")

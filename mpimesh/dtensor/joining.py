@@ -28,26 +28,21 @@ from mpimesh.dtensor.reshape import (
 )
 from mpimesh.dtensor.run import (
     apply_rule,
-    as_tensor,
+    as_tensors,
     axes_of,
-    axis_of,
+    implements_by_name,
     moved_to,
     operand_of,
-    refuse_options,
+    store,
     whole_key,
 )
 from mpimesh.errors import AxisError, DTypeError, IndexOutOfRangeError, NoRuleError, ShapeError
 from mpimesh.layout import Layout, cheapest
 from mpimesh.layout.axis_rules import join_rules, unsplit
 from mpimesh.layout.boxes import even_sizes
+from mpimesh.runtime.operands import normal_axis
 
 __all__ = ["concatenate", "flip", "roll"]
-
-
-def _tensors(arrays: Any) -> list[DTensor]:
-    rows = list(arrays)
-    mesh = next(one.mesh for one in rows if isinstance(one, DTensor))
-    return [as_tensor(one, mesh) for one in rows]
 
 
 @implements(np.concatenate)
@@ -65,8 +60,7 @@ def concatenate(
     The layout is that of the operand for which the fewest bytes move. If it splits `axis`, the
     result is split evenly along it. See :func:`~mpimesh.layout.axis_rules.join_rules`.
     """
-    refuse_options("concatenate", out=out)
-    tensors = _tensors(arrays)
+    tensors = as_tensors(arrays)
     if axis is None:
         tensors, axis = [ravel(one) for one in tensors], 0
     ndim = tensors[0].ndim
@@ -75,7 +69,7 @@ def concatenate(
             f"arrays to be joined have as many axes, and at least one; got shapes "
             f"{[one.shape for one in tensors]}"
         )
-    which = axis_of(axis, ndim)
+    which = normal_axis(axis, ndim)
     rest = {one.shape[:which] + one.shape[which + 1 :] for one in tensors}
     if len(rest) > 1:
         raise ShapeError(
@@ -92,7 +86,8 @@ def concatenate(
     rule = cheapest(mesh, operands, join_rules(mesh, operands, which))
     shape = list(tensors[0].shape)
     shape[which] = sum(one.shape[which] for one in tensors)
-    return apply_rule(lambda *blocks: np.concatenate(blocks, which), tensors, rule, shape, kind)
+    made = apply_rule(lambda *blocks: np.concatenate(blocks, which), tensors, rule, shape, kind)
+    return made if out is None else store(made, out, casting)
 
 
 @implements(np.append)
@@ -101,46 +96,40 @@ def append(arr: Any, values: Any, axis: Any = None) -> DTensor:
     return concatenate((arr, values), axis=axis)
 
 
-@implements(np.stack)
-def stack(
-    arrays: Any, axis: Any = 0, out: Any = None, *, dtype: Any = None, casting: Any = "same_kind"
-) -> DTensor:
+@implements_by_name(np.stack)
+def stack(arrays: Any, axis: Any = 0, *, dtype: Any = None, casting: Any = "same_kind") -> DTensor:
     """Join arrays of one shape along a new axis."""
-    tensors = _tensors(arrays)
+    tensors = as_tensors(arrays)
     if len({one.shape for one in tensors}) > 1:
         raise ShapeError(f"arrays to be stacked have one shape; got {[x.shape for x in tensors]}")
-    which = axis_of(axis, tensors[0].ndim + 1)
+    which = normal_axis(axis, tensors[0].ndim + 1)
     grown = [expand_dims(one, which) for one in tensors]
-    return concatenate(grown, which, out, dtype=dtype, casting=casting)
-
-
-def _all_at_least(function: Any, arrays: Any) -> list[DTensor]:
-    return [function(one) for one in _tensors(arrays)]
+    return concatenate(grown, which, dtype=dtype, casting=casting)
 
 
 @implements(np.vstack)
 def vstack(tup: Any, *, dtype: Any = None, casting: Any = "same_kind") -> DTensor:
     """Join arrays as rows."""
-    return concatenate(_all_at_least(atleast_2d, tup), 0, dtype=dtype, casting=casting)
+    return concatenate(map(atleast_2d, as_tensors(tup)), 0, dtype=dtype, casting=casting)
 
 
 @implements(np.hstack)
 def hstack(tup: Any, *, dtype: Any = None, casting: Any = "same_kind") -> DTensor:
     """Join arrays as columns."""
-    rows = _all_at_least(atleast_1d, tup)
+    rows = [atleast_1d(one) for one in as_tensors(tup)]
     return concatenate(rows, 0 if rows[0].ndim == 1 else 1, dtype=dtype, casting=casting)
 
 
 @implements(np.dstack)
 def dstack(tup: Any) -> DTensor:
     """Join arrays along the third axis."""
-    return concatenate(_all_at_least(atleast_3d, tup), 2)
+    return concatenate(map(atleast_3d, as_tensors(tup)), 2)
 
 
 @implements(np.column_stack)
 def column_stack(tup: Any) -> DTensor:
     """Join arrays as columns, arrays of one axis as one column each."""
-    rows = [expand_dims(x, 1) if x.ndim == 1 else atleast_2d(x) for x in _tensors(tup)]
+    rows = [expand_dims(x, 1) if x.ndim == 1 else atleast_2d(x) for x in as_tensors(tup)]
     return concatenate(rows, 1)
 
 
@@ -159,7 +148,7 @@ def _cut(x: DTensor, edges: Sequence[int], axis: int) -> list[DTensor]:
 @implements(np.array_split)
 def array_split(ary: Any, indices_or_sections: Any, axis: Any = 0) -> list[DTensor]:
     """Cut an array into parts, which may differ in length. Local: elements stay where they are."""
-    which = axis_of(axis, ary.ndim)
+    which = normal_axis(axis, ary.ndim)
     if hasattr(indices_or_sections, "__iter__"):
         return _cut(ary, [index(one) for one in indices_or_sections], which)
     parts = index(indices_or_sections)
@@ -175,7 +164,7 @@ def split(ary: Any, indices_or_sections: Any, axis: Any = 0) -> list[DTensor]:
     Elements stay where they are: a part of a split axis is on the ranks that have it, and
     ``part.redistribute(...)`` spreads it.
     """
-    which = axis_of(axis, ary.ndim)
+    which = normal_axis(axis, ary.ndim)
     if not hasattr(indices_or_sections, "__iter__"):
         parts = index(indices_or_sections)
         if parts < 1 or ary.shape[which] % parts:
@@ -209,7 +198,7 @@ def dsplit(ary: Any, indices_or_sections: Any) -> list[DTensor]:
 @implements(np.unstack)
 def unstack(x: Any, /, *, axis: Any = 0) -> tuple[DTensor, ...]:
     """Cut along an axis into arrays without it. Collective, if it is split."""
-    which = axis_of(axis, x.ndim)
+    which = normal_axis(axis, x.ndim)
     ready = moved_to(x, unsplit(x.placement, {which}))
     parts = _cut(ready, range(1, x.shape[which]), which) if x.shape[which] else []
     return tuple(squeeze(part, which) for part in parts)
@@ -254,7 +243,7 @@ def roll(a: Any, shift: Any, axis: Any = None) -> DTensor:
     if axis is None:
         total = sum(map(index, shift)) if hasattr(shift, "__iter__") else index(shift)
         return reshape(roll(ravel(a), total, 0), a.shape)
-    axes = [axis_of(one, a.ndim) for one in (axis if hasattr(axis, "__iter__") else (axis,))]
+    axes = [normal_axis(one, a.ndim) for one in (axis if hasattr(axis, "__iter__") else (axis,))]
     shifts = [index(one) for one in (shift if hasattr(shift, "__iter__") else (shift,))]
     try:
         rows = np.broadcast(axes, shifts)
@@ -287,7 +276,7 @@ def delete(arr: Any, obj: Any, axis: Any = None) -> DTensor:
 
     Split indices, or a split mask, are gathered.
     """
-    x, which = (ravel(arr), 0) if axis is None else (arr, axis_of(axis, arr.ndim))
+    x, which = (ravel(arr), 0) if axis is None else (arr, normal_axis(axis, arr.ndim))
     try:
         picks = np.delete(np.arange(x.shape[which]), whole_key(obj))
     except IndexError as error:
@@ -364,7 +353,7 @@ def _framed(array: DTensor, widths: list[tuple[Any, Any]], values: Any) -> DTens
 def _pairs_of(value: Any, ndim: int, what: str) -> list[tuple[Any, Any]]:
     """Return (before, after) for each axis, as NumPy reads them."""
     if isinstance(value, dict):
-        table = {axis_of(axis, ndim): row for axis, row in value.items()}
+        table = {normal_axis(axis, ndim): row for axis, row in value.items()}
         value = [table.get(axis, (0, 0)) for axis in range(ndim)]
         value = [row if hasattr(row, "__iter__") else (row, row) for row in value]
     whole = np.asarray(value)

@@ -6,6 +6,7 @@ Each matrix or line is brought whole to a rank; the stack of them is split.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.linalg import LinAlgError
 from mpimesh.dtensor.consistency import raise_together
 from mpimesh.dtensor.contract import matmul, outer, tensordot
 from mpimesh.dtensor.dispatch import implements, may_gather, name_of, sure_rule_of
-from mpimesh.dtensor.dtensor import DTensor, common_mesh, gathered
+from mpimesh.dtensor.dtensor import DTensor, gathered
 from mpimesh.dtensor.elementwise import call
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.reduce import reduce, reduce_blocks
@@ -23,15 +24,15 @@ from mpimesh.dtensor.reshape import expand_dims, moveaxis, reshape, row_along, s
 from mpimesh.dtensor.run import (
     Work,
     are_in_reach,
-    as_tensor,
+    as_tensors,
     axes_of,
-    axis_of,
     implements_by_name,
     on_stacks,
     reduced_anywhere,
 )
-from mpimesh.errors import NoRuleError, ShapeError, on_all_ranks
+from mpimesh.errors import NoRuleError, ShapeError
 from mpimesh.layout import Layout, Placement, Shard
+from mpimesh.runtime.operands import normal_axis
 
 __all__: list[str] = []
 
@@ -64,7 +65,7 @@ def norm(x: DTensor, ord: Any = None, axis: Any = None, keepdims: bool = False) 
     """
     axes = tuple(range(x.ndim)) if axis is None else normalize_axis_tuple(axis, x.ndim)
     if axis is not None and len(axes) not in (1, 2):
-        raise on_all_ranks(ShapeError(f"a norm is over one axis or two, got {axis}"))
+        raise ShapeError.everywhere(f"a norm is over one axis or two, got {axis}")
     if x.dtype.kind not in "fc":
         x = call(np.positive, (x,), dtype=np.float64)
     if ord is None or (ord in ("f", "fro") and len(axes) == 2) or (ord == 2 and len(axes) == 1):
@@ -84,7 +85,7 @@ def norm(x: DTensor, ord: Any = None, axis: Any = None, keepdims: bool = False) 
             return np.linalg.norm(here.blocks[0], ord, axes, keepdims)
 
         return reduce_blocks(work, [x], tuple(sorted(axes)), "", kind, keepdims=keepdims)
-    raise on_all_ranks(ShapeError(f"there is no norm of order {ord!r} over axes {axes}"))
+    raise ShapeError.everywhere(f"there is no norm of order {ord!r} over axes {axes}")
 
 
 def _root_of_squares(x: DTensor, axes: tuple[int, ...], keepdims: bool) -> DTensor:
@@ -135,7 +136,9 @@ def _stacked(
     for x, core in zip(operands, cores, strict=True):
         if x.ndim < len(core):
             raise LinAlgError(f"{name} takes matrices, got shape {x.shape}")
-        whole = how.get("free", " ") in core and _rows_are_whole(x)
+        # Where no column is split, each rank may have its own columns.
+        split = {spec.axis for spec in x.placement if isinstance(spec, Shard)}
+        whole = how.get("free", " ") in core and x.ndim - 2 not in split
         if whole or are_in_reach(x, len(core)):
             continue
         if may_gather():
@@ -162,23 +165,10 @@ def _plain(x: Any) -> Any:
     return x.full() if isinstance(x, DTensor) else x
 
 
-def _rows_are_whole(x: DTensor) -> bool:
-    """Tell whether no column is split: then each rank may have its own columns."""
-    return x.ndim - 2 not in {spec.axis for spec in x.placement if isinstance(spec, Shard)}
-
-
 # -- one matrix ------------------------------------------------------------------------------
 
 
-def _of_matrix(function: Callable[..., Any]) -> None:
-    @implements(function)
-    def do(a: Any, *args: Any, **options: Any) -> Any:
-        return _of_matrices(function, a, args, options)
-
-
-def _of_matrices(
-    function: Callable[..., Any], a: DTensor, args: Sequence[Any], options: dict[str, Any]
-) -> Any:
+def _of_matrices(function: Callable[..., Any], a: DTensor, *args: Any, **options: Any) -> Any:
     found = _stacked(function, [a], ["mn"], args, options)
     if found is None:
         return gathered(function, (a, *args), options)
@@ -198,7 +188,8 @@ for _name in (
     "matrix_power",
     "slogdet",
 ):
-    _of_matrix(getattr(np.linalg, _name))
+    _function = getattr(np.linalg, _name)
+    implements(_function)(partial(_of_matrices, _function))
 
 
 def _with_tolerance(function: Callable[..., Any], name: str) -> None:
@@ -211,11 +202,9 @@ def _with_tolerance(function: Callable[..., Any], name: str) -> None:
             key: one for key, one in limits.items() if one is not None and one is not np._NoValue
         }
         options["hermitian"] = hermitian
-        mesh = common_mesh([a, *limits.values()])
-        x = as_tensor(a, mesh)
+        x, *rows = as_tensors([a, *limits.values()])
         if x.ndim < 2 and function is np.linalg.matrix_rank:
             return np.any(np.not_equal(x, 0)).astype(int)
-        rows = [as_tensor(one, mesh) for one in limits.values()]
 
         def work(block: Any, *blocks: Any) -> Any:
             return function(block, **dict(zip(limits, blocks, strict=True)), **options)
@@ -282,7 +271,7 @@ def qr(a: DTensor, mode: str = "reduced") -> Any:
     """
     problem = "" if mode in ("reduced", "r") else "of mode 'reduced' or 'r' alone: Q is as tall"
     if not _is_split_and_tall(np.linalg.qr, a, problem):
-        return _of_matrices(np.linalg.qr, a, (mode,), {})
+        return _of_matrices(np.linalg.qr, a, mode)
     return _of_blocks(np.linalg.qr, a, with_rows=mode == "reduced", mode=mode)
 
 
@@ -298,7 +287,7 @@ def svd(
     options = {"full_matrices": full_matrices, "compute_uv": compute_uv}
     problem = "with full_matrices=False alone" if full_matrices and compute_uv else ""
     if not _is_split_and_tall(np.linalg.svd, a, problem):
-        return _of_matrices(np.linalg.svd, a, (), options | {"hermitian": hermitian})
+        return _of_matrices(np.linalg.svd, a, hermitian=hermitian, **options)
     return _of_blocks(np.linalg.svd, a, with_rows=compute_uv, **options)
 
 
@@ -306,7 +295,7 @@ def svd(
 def svdvals(x: DTensor, /) -> Any:
     """Return the singular values of matrices; of a tall split one as :func:`svd`."""
     if not _is_split_and_tall(np.linalg.svdvals, x):
-        return _of_matrices(np.linalg.svdvals, x, (), {})
+        return _of_matrices(np.linalg.svdvals, x)
     return _of_blocks(np.linalg.svdvals, x, with_rows=False)
 
 
@@ -327,11 +316,9 @@ def _is_split_and_tall(function: Callable[..., Any], x: DTensor, problem: str = 
     elif any(isinstance(spec, Shard) and spec.axis == 1 for spec in x.placement):
         problem = f"split by rows, and the columns of this one are split: take {by_rows}"
     if problem and not may_gather():
-        raise on_all_ranks(
-            NoRuleError(
-                f"{name_of(function)} works on split matrices {problem}; got {x!r}. Or call it "
-                "within `with mm.allow_gather():`, where every rank gets the whole matrix"
-            )
+        raise NoRuleError.everywhere(
+            f"{name_of(function)} works on split matrices {problem}; got {x!r}. Or call it "
+            "within `with mm.allow_gather():`, where every rank gets the whole matrix"
         )
     return not problem
 
@@ -390,8 +377,7 @@ def solve(a: Any, b: Any) -> Any:
         NoRuleError: If the rows of a matrix are split, and there is no stack to split instead.
         LinAlgError: On every rank, if a matrix is singular.
     """
-    mesh = common_mesh([a, b])
-    x, y = as_tensor(a, mesh), as_tensor(b, mesh)
+    x, y = as_tensors([a, b])
     columns = expand_dims(y, 1) if y.ndim == 1 else y  # a row of numbers is one right-hand side
     found = _stacked(np.linalg.solve, [x, columns], ["mn", "mk"], (), {}, free="k", out="nk")
     if found is None:
@@ -404,8 +390,7 @@ def cross(
     a: Any, b: Any, axisa: int = -1, axisb: int = -1, axisc: int = -1, axis: Any = None
 ) -> DTensor:
     """Return the cross products of vectors. Collective, if the vectors themselves are split."""
-    mesh = common_mesh([a, b])
-    x, y = as_tensor(a, mesh), as_tensor(b, mesh)
+    x, y = as_tensors([a, b])
     if axis is not None:
         axisa = axisb = axisc = axis
     x, y = moveaxis(x, axisa, -1), moveaxis(y, axisb, -1)
@@ -425,7 +410,7 @@ def vector_outer(x1: Any, x2: Any, /) -> DTensor:
     """Return the products of all elements of one vector with all of the other."""
     shapes = [np.shape(one) if np.isscalar(one) else one.shape for one in (x1, x2)]
     if any(len(shape) != 1 for shape in shapes):
-        raise on_all_ranks(ShapeError(f"np.linalg.outer takes vectors, got shapes {shapes}"))
+        raise ShapeError.everywhere(f"np.linalg.outer takes vectors, got shapes {shapes}")
     return outer(x1, x2)
 
 
@@ -433,8 +418,8 @@ def vector_outer(x1: Any, x2: Any, /) -> DTensor:
 def vector_cross(x1: Any, x2: Any, /, *, axis: int = -1) -> DTensor:
     """Return the cross products of vectors of three elements."""
     if {x1.shape[axis], x2.shape[axis]} != {3}:
-        raise on_all_ranks(
-            ShapeError(f"np.linalg.cross takes vectors of 3, got {x1.shape} and {x2.shape}")
+        raise ShapeError.everywhere(
+            f"np.linalg.cross takes vectors of 3, got {x1.shape} and {x2.shape}"
         )
     return cross(x1, x2, axis=axis)
 
@@ -448,8 +433,7 @@ def matrix_trace(x: Any, /, *, offset: int = 0, dtype: Any = None) -> DTensor:
 @implements(np.linalg.vecdot)
 def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> DTensor:
     """Return the products of vectors along an axis."""
-    mesh = common_mesh([x1, x2])
-    x, y = (moveaxis(as_tensor(one, mesh), axis, -1) for one in (x1, x2))
+    x, y = (moveaxis(one, axis, -1) for one in as_tensors([x1, x2]))
     found: DTensor = sure_rule_of(np.vecdot)(x, y)
     return found
 
@@ -481,7 +465,7 @@ def multi_dot(arrays: Any) -> DTensor:
     """
     chain = list(arrays)
     if len(chain) < 2:
-        raise on_all_ranks(ShapeError(f"np.linalg.multi_dot takes 2 arrays or more, got {chain}"))
+        raise ShapeError.everywhere(f"np.linalg.multi_dot takes 2 arrays or more, got {chain}")
     sizes = [one.shape[0] for one in chain] + [chain[-1].shape[-1]]
     if len(chain[0].shape) == 1:
         sizes[0] = 1
@@ -514,15 +498,12 @@ def multi_dot(arrays: Any) -> DTensor:
 @implements(np.lexsort)
 def lexsort(keys: Any, axis: int = -1) -> DTensor:
     """Return the indices that sort lines by several keys, of which the last one counts first."""
-    mesh = common_mesh([keys] if isinstance(keys, DTensor) else keys)
-    if isinstance(keys, DTensor):
-        keys = sure_rule_of(np.unstack)(keys)
-    rows = [as_tensor(one, mesh) for one in keys]
-    if not rows or rows[0].ndim == 0 or len({one.shape for one in rows}) > 1:
-        raise on_all_ranks(
-            ShapeError(f"np.lexsort takes keys of one shape, got {[one.shape for one in rows]}")
+    rows = as_tensors(sure_rule_of(np.unstack)(keys) if isinstance(keys, DTensor) else keys)
+    if rows[0].ndim == 0 or len({one.shape for one in rows}) > 1:
+        raise ShapeError.everywhere(
+            f"np.lexsort takes keys of one shape, got {[one.shape for one in rows]}"
         )
-    which = axis_of(axis, rows[0].ndim)
+    which = normal_axis(axis, rows[0].ndim)
     turned = [moveaxis(one, which, -1) for one in rows]
     (found,) = on_stacks(lambda *blocks: np.lexsort(blocks, -1), turned, ["n"] * len(rows))
     return moveaxis(found, -1, which)
@@ -553,9 +534,7 @@ def _nan_argument(function: Callable[..., Any], plainly: Callable[..., Any], wor
         if x.dtype.kind in "fc":
             gone = np.isnan(x)
             if bool(np.any(np.all(gone, axis=axis))):
-                raise on_all_ranks(
-                    ShapeError(f"np.{function.__name__} of a line of nothing but NaN")
-                )
+                raise ShapeError.everywhere(f"np.{function.__name__} of a line of nothing but NaN")
             x = sure_rule_of(np.where)(gone, x.dtype.type(worst), x)
         return plainly(x, axis, keepdims=keepdims)
 

@@ -13,13 +13,14 @@ import numpy as np
 
 from mpimesh.arguments import as_items, as_shape
 from mpimesh.arrays import HostArray
-from mpimesh.dtensor.consistency import agreed_dtype, compare_call, host_block, writable_block
+from mpimesh.dtensor.consistency import agreed_dtype, compare_call, writable_block
 from mpimesh.dtensor.dtensor import DTensor, common_mesh
 from mpimesh.dtensor.run import all_redistributed
-from mpimesh.errors import LayoutError, ShapeError, on_all_ranks
+from mpimesh.errors import LayoutError, ShapeError
 from mpimesh.layout import Box, Layout, Placement, PlacementLike, Shard
 from mpimesh.layout.placement import Placed
 from mpimesh.runtime import DeviceMesh
+from mpimesh.runtime.operands import host_array
 
 __all__ = ["BlockPlace", "local_map"]
 
@@ -101,7 +102,7 @@ def _wrapped(
             f"rank {mesh.rank}: {what} must be a NumPy array, the block of an array as {layout}; "
             f"got {value!r}"
         )
-    block = writable_block(host_block(value), mesh)
+    block = writable_block(host_array(value), mesh)
     axes = 1 + max((s.axis for s in layout.placement if isinstance(s, Shard)), default=-1)
     if block.ndim < axes:
         raise ShapeError(
@@ -121,11 +122,9 @@ def _wrapped(
     if mesh._core.context.settings.checks:
         made = DTensor.from_local(block, mesh, layout.placement)
         if (made.shape, made.layout) != inferred:
-            raise on_all_ranks(
-                ShapeError(
-                    f"{what} must be the blocks of an array of shape {shape} as {layout}, got "
-                    f"those of shape {made.shape} as {made.layout}; {_ADVICE}"
-                )
+            raise ShapeError.everywhere(
+                f"{what} must be the blocks of an array of shape {shape} as {layout}, got "
+                f"those of shape {made.shape} as {made.layout}; {_ADVICE}"
             )
         return made
     return _checked(block, mesh, layout, shape, what)
@@ -300,104 +299,69 @@ def local_map(
         parameters = {}  # one in C that does not tell
     place = parameters.get("block")
     asks = place is not None and place.kind is place.KEYWORD_ONLY
-    how = _Mapping(
-        function, tuple(parameters), asks, out_placements, in_placements, out_shapes, mesh
-    )
+    name = getattr(function, "__qualname__", repr(function))
 
     @wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return how.call(args, kwargs)
+        # Arguments by their number, or by their name.
+        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        split = [slot for slot, value in values.items() if isinstance(value, DTensor)]
+        live = _mesh_of(name, mesh, [values[slot] for slot in split])
+        # Ordinary arguments may differ: each rank works on its own blocks.
+        compare_call(live, f"local_map of {name}", [values[slot] for slot in split])
+        moving = _moving(name, in_placements, list(parameters), values, split)
+        brought = all_redistributed([values[slot] for slot in moving], list(moving.values()))
+        values.update(zip(moving, brought, strict=True))
+        if not live.contains_rank(live.rank):
+            return None
+        tensors = [values[slot] for slot in split]
+        values.update((slot, values[slot].local) for slot in split)
+        if asks and "block" not in values:
+            coords = dict(zip(live.dim_names, live.coords_of(live.rank), strict=True))
+            boxes = tuple(x.layout.box(x.shape, live.rank) for x in tensors)
+            shapes = tuple(x.shape for x in tensors)
+            values["block"] = BlockPlace(live.rank, coords, shapes, boxes)
+        by_name = {slot: value for slot, value in values.items() if isinstance(slot, str)}
+        found = function(*(values[slot] for slot in range(len(args))), **by_name)
+        return wrapped_result(found, out_placements, out_shapes, live, tensors, name)
 
     return mapped
 
 
-@dataclass(frozen=True, slots=True)
-class _Mapping:
-    """The arguments of :func:`local_map`.
-
-    Attributes:
-        names: The function's parameters.
-        asks: Whether it wants to know where its blocks are.
-    """
-
-    function: Callable[..., Any]
-    names: tuple[str, ...]
-    asks: bool
-    out_placements: Any
-    in_placements: Any
-    out_shapes: Any
-    mesh: DeviceMesh | None
-
-    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the function on the blocks of its arguments."""
-        # Arguments by their number, or by their name.
-        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        split = [slot for slot, value in values.items() if isinstance(value, DTensor)]
-        mesh = self._mesh_of([values[slot] for slot in split])
-        # Ordinary arguments may differ: each rank works on its own blocks.
-        compare_call(mesh, f"local_map of {self._name}", [values[slot] for slot in split])
-        moving = self._moving(values, split)
-        brought = all_redistributed([values[slot] for slot in moving], list(moving.values()))
-        values.update(zip(moving, brought, strict=True))
-        if not mesh.contains_rank(mesh.rank):
-            return None
-        tensors = [values[slot] for slot in split]
-        values.update((slot, values[slot].local) for slot in split)
-        if self.asks and "block" not in values:
-            values["block"] = _place(mesh, tensors)
-        by_name = {slot: value for slot, value in values.items() if isinstance(slot, str)}
-        found = self.function(*(values[slot] for slot in range(len(args))), **by_name)
-        return wrapped_result(
-            found, self.out_placements, self.out_shapes, mesh, tensors, self._name
-        )
-
-    @property
-    def _name(self) -> str:
-        return getattr(self.function, "__qualname__", repr(self.function))
-
-    def _mesh_of(self, tensors: Sequence[DTensor]) -> DeviceMesh:
-        if not tensors:
-            if self.mesh is None:
-                raise LayoutError(
-                    f"no argument of {self._name} is a DTensor: split arrays, or give local_map "
-                    "the mesh="
-                )
-            return self.mesh
-        mesh = common_mesh(tensors)
-        if self.mesh is not None and self.mesh is not mesh:
+def _mesh_of(name: str, mesh: DeviceMesh | None, tensors: Sequence[DTensor]) -> DeviceMesh:
+    """Return the mesh of the split arguments, or that of :func:`local_map`."""
+    if not tensors:
+        if mesh is None:
             raise LayoutError(
-                f"{self._name} is mapped over {self.mesh!r}, but {tensors[0]!r} is on {mesh!r}"
+                f"no argument of {name} is a DTensor: split arrays, or give local_map the mesh="
             )
         return mesh
-
-    def _moving(self, values: Mapping[Any, Any], split: Sequence[Any]) -> dict[Any, PlacementLike]:
-        """Return which arguments are to be brought where."""
-        wanted = self.in_placements
-        if wanted is None:
-            return {}
-        if isinstance(wanted, str | Placement) or hasattr(wanted, "placement"):
-            return dict.fromkeys(split, wanted)
-        if isinstance(wanted, Mapping):
-            found = {self._slot(name, values): to for name, to in wanted.items()}
-        else:
-            found = dict(enumerate(as_items(wanted, "in_placements", LayoutError)))
-        goals = {slot: to for slot, to in found.items() if to is not None}
-        for slot, to in goals.items():
-            if slot not in split:
-                raise LayoutError(
-                    f"in_placements bring argument {slot!r} of {self._name} to {to!r}, but it is "
-                    f"{'a ' + type(values[slot]).__name__ if slot in values else 'not given'}"
-                )
-        return goals
-
-    def _slot(self, name: str, values: Mapping[Any, Any]) -> Any:
-        """Return by what an argument was given."""
-        if name not in values and name in self.names and self.names.index(name) in values:
-            return self.names.index(name)
-        return name
+    found = common_mesh(tensors)
+    if mesh is not None and mesh is not found:
+        raise LayoutError(f"{name} is mapped over {mesh!r}, but {tensors[0]!r} is on {found!r}")
+    return found
 
 
-def _place(mesh: DeviceMesh, tensors: Sequence[DTensor]) -> BlockPlace:
-    coords = dict(zip(mesh.dim_names, mesh.coords_of(mesh.rank), strict=True))
-    boxes = tuple(x.layout.box(x.shape, mesh.rank) for x in tensors)
-    return BlockPlace(mesh.rank, coords, tuple(x.shape for x in tensors), boxes)
+def _moving(
+    name: str, wanted: Any, names: list[str], values: Mapping[Any, Any], split: Sequence[Any]
+) -> dict[Any, PlacementLike]:
+    """Return which arguments are to be brought where, by their numbers or names."""
+    if wanted is None:
+        return {}
+    if isinstance(wanted, str | Placement) or hasattr(wanted, "placement"):
+        return dict.fromkeys(split, wanted)
+    found: dict[Any, Any] = {}
+    if isinstance(wanted, Mapping):
+        for key, to in wanted.items():
+            by_number = key not in values and key in names and names.index(key) in values
+            found[names.index(key) if by_number else key] = to
+    else:
+        found = dict(enumerate(as_items(wanted, "in_placements", LayoutError)))
+    goals = {slot: to for slot, to in found.items() if to is not None}
+    for slot, to in goals.items():
+        if slot not in split:
+            raise LayoutError(
+                f"in_placements bring argument {slot!r} of {name} to {to!r}, but it is "
+                f"{'a ' + type(values[slot]).__name__ if slot in values else 'not given'}"
+            )
+    return goals

@@ -18,7 +18,6 @@ from mpimesh.errors import (
     RankError,
     ShapeError,
     UnknownNameError,
-    on_all_ranks,
 )
 from mpimesh.layout import Partial, Replicate
 from mpimesh.layout.op_rules import broadcast_shape
@@ -406,13 +405,13 @@ def _place_of(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, ...]
     if len(places) == 1 and len(shape) != 1:
         size = prod(shape)
         if not -size <= places[0] < size:
-            raise on_all_ranks(
-                IndexOutOfRangeError(f"index {places[0]} is out of bounds for {size} elements")
+            raise IndexOutOfRangeError.everywhere(
+                f"index {places[0]} is out of bounds for {size} elements"
             )
         return tuple(map(int, np.unravel_index(places[0] % size, shape)))
     if len(places) != len(shape):
-        raise on_all_ranks(
-            ShapeError(f"{len(places)} numbers are no index into an array of shape {shape}")
+        raise ShapeError.everywhere(
+            f"{len(places)} numbers are no index into an array of shape {shape}"
         )
     return places
 
@@ -429,11 +428,9 @@ def _item_of(x: Any, what: str) -> Any:
         RankError: If this rank is not in the mesh.
     """
     if x.size != 1:
-        raise on_all_ranks(
-            ShapeError(
-                f"{x!r} has {x.size} elements, and only an array of one can {what}; reduce it "
-                "first, with x.any(), x.all() or x.sum(), or take x.full() for the whole array"
-            )
+        raise ShapeError.everywhere(
+            f"{x!r} has {x.size} elements, and only an array of one can {what}; reduce it "
+            "first, with x.any(), x.all() or x.sum(), or take x.full() for the whole array"
         )
     if not x.is_member:
         raise RankError(f"rank {x.mesh.rank} is not in the mesh of {x!r} and has no value of it")

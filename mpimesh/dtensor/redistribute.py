@@ -161,7 +161,7 @@ class Redistribution:
         plan: The plan.
         stages: The exchanges of this rank, one after the other.
         dtype: The dtype of all blocks.
-        moves: Whether any rank gets anything from another.
+        moves: Whether any rank of the group gets anything from another.
         sent_bytes: What others get from this rank.
         received: What this rank gets: the place of a rank, bytes and messages, one after the other.
         rule: What must agree over ranks.
@@ -297,10 +297,9 @@ class _Exchanges:
 
     Attributes:
         last: Where the new block comes.
-        ends: Whether it is there as soon as the exchanges are over.
     """
 
-    __slots__ = ("_arrays", "_block", "_moves", "_part", "ends", "last")
+    __slots__ = ("_arrays", "_block", "_part", "last")
 
     def __init__(
         self, part: Redistribution, block: HostArray | None, out: HostArray | None, empty: _Empty
@@ -311,23 +310,29 @@ class _Exchanges:
         if block is not None and not block.flags.c_contiguous:
             source = np.empty(block.shape, block.dtype)
         self._arrays = [source]
-        last_new = max([n for n, stage in enumerate(part.stages) if not stage.in_place], default=-1)
+        into = -1 if out is None else part.plan.into_block
         for number, stage in enumerate(part.stages):
             if stage.shape is None:
                 target = None
             elif stage.in_place:
                 target = self._arrays[-1]
-            elif number == last_new and out is not None:
+            elif number == into:
                 target = out
             else:
                 target = empty(stage.shape, part.dtype)
             self._arrays.append(target)
         self.last = self._arrays[-1]
-        self._moves = part.moves and part.group.size > 1
-        self.ends = self._moves and not any(stage.divisor > 1 for stage in part.stages)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the new block is there as soon as the exchanges are over."""
+        part = self._part
+        return part.moves and not any(stage.divisor > 1 for stage in part.stages)
 
     def begin(self, max_bytes: int) -> Callable[[], Request | Steps]:
         """Return what starts it once."""
+        if not self._part.moves:
+            return _no_steps
         start = self._part.group.communicator.exchange_regions
         if max_bytes:
             start = partial(start, max_bytes=max_bytes)
@@ -343,7 +348,7 @@ class _Exchanges:
     ) -> Callable[[], Request | Steps]:
         """Return what starts the exchanges, each of them as `prepared` for its arrays."""
         stages, arrays = self._part.stages, self._arrays
-        if not self._moves:
+        if not self._part.moves:
             return _no_steps
         begins = [
             prepared(source, target, stage.regions)
@@ -365,10 +370,11 @@ class _Exchanges:
     def end(self) -> HostArray | None:
         """Return the new block, once the exchanges are over."""
         stages, arrays = self._part.stages, self._arrays
-        if self._moves:
+        if self._part.moves:
             return self.last if len(stages) > 1 else _divide(stages[0], self.last)
         self._read()
-        for source, target, stage in zip(arrays, arrays[1:], stages, strict=False):
+        for number, stage in enumerate(stages):
+            source, target = arrays[number], arrays[number + 1]
             self._fill(stage, target)
             if target is not None and source is not None:
                 copy_own(stage.regions, source, target)
@@ -435,7 +441,7 @@ def _prepared(
         plan,
         stages,
         dtype,
-        plan.total_messages > 0,
+        plan.total_messages > 0 and group.size > 1,
         dtype.itemsize * sum(volume(give.box) for give in gives),
         tuple(chain.from_iterable(received)),
         f"shape {shape}, {dtype}, {meshes}{source} -> {target}",

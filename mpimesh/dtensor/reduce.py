@@ -25,9 +25,9 @@ from mpimesh.dtensor.run import (
     run,
     shape_of,
 )
-from mpimesh.errors import ShapeError, on_all_ranks
+from mpimesh.errors import ShapeError
 from mpimesh.layout import Layout, Partial, PlacementSpec, Replicate, Shard
-from mpimesh.layout.op_rules import broadcast_shape, reduced_shape, reduction_pattern
+from mpimesh.layout.op_rules import Linearity, broadcast_shape, reduced_shape, reduction_pattern
 
 __all__ = ["axes_of", "mean", "reduce", "reduce_blocks", "strict_axes_of"]
 
@@ -40,6 +40,8 @@ _OPS: dict[np.ufunc, tuple[str, str]] = {
     np.logical_or: ("max", "b"),
 }
 """Ways to join the parts of a split axis, and the kinds of dtypes of each."""
+
+_SUMMANDS = (Linearity((0,)),)
 
 _Work = Callable[[Work], Any]
 
@@ -115,8 +117,8 @@ def broadcast_to_first(shape: tuple[int, ...], others: Sequence[tuple[int, ...]]
     """
     for other in others:
         if broadcast_shape([shape, other]) != shape:
-            raise on_all_ranks(
-                ShapeError(f"an array of shape {other} does not broadcast to {shape}, whose it is")
+            raise ShapeError.everywhere(
+                f"an array of shape {other} does not broadcast to {shape}, whose it is"
             )
 
 
@@ -155,11 +157,9 @@ def reduce(
         op = ""
     empty = any(shape[axis] == 0 for axis in axes)
     if empty and not begins and (ufunc.identity is None or initial is None):
-        raise on_all_ranks(
-            ShapeError(
-                f"np.{ufunc.__name__} of no elements, along axes {axes} of shape {shape}, is "
-                "nothing; give initial="
-            )
+        raise ShapeError.everywhere(
+            f"np.{ufunc.__name__} of no elements, along axes {axes} of shape {shape}, is "
+            "nothing; give initial="
         )
     later = begins and op in ("sum", "prod")
     if begins and not later:
@@ -174,7 +174,7 @@ def reduce(
         ufunc.reduce(here.blocks[0], axis=axes, keepdims=keepdims, out=here.out[0], **how)
 
     stays = ufunc in (np.add, np.multiply, np.minimum, np.maximum)
-    linear = stays and bool(linear_in(a, kind, reduction_pattern((), (), op).linear))
+    linear = bool(op) and stays and bool(linear_in(a, kind, _SUMMANDS))
     made = reduce_blocks(
         work, [a, *masks], axes, op, kind, keepdims=keepdims, linear=linear, into=True
     )
@@ -262,8 +262,8 @@ def _argument(function: Callable[..., Any], op: str) -> None:
         if axis is not None and len(axes) != min(a.ndim, 1):
             raise TypeError(f"np.{function.__name__} takes one axis or None, got {axis!r}")
         if 0 in (a.shape[one] for one in axes):
-            raise on_all_ranks(
-                ShapeError(f"np.{function.__name__} of no elements: shape {a.shape}, axis {axis}")
+            raise ShapeError.everywhere(
+                f"np.{function.__name__} of no elements: shape {a.shape}, axis {axis}"
             )
         x = reduced_anywhere(a)
         if x.dtype.kind in "biuf":

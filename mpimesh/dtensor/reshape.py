@@ -18,11 +18,12 @@ from mpimesh.arrays import HostArray
 from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.picking import exchange_counts, exchange_pieces, place_in
-from mpimesh.dtensor.run import as_tensor, axes_of, axis_of, moved_to, refuse_options
-from mpimesh.errors import AxisError, NoRuleError, ShapeError, on_all_ranks
+from mpimesh.dtensor.run import as_tensors, axes_of, implements_by_name, moved_to
+from mpimesh.errors import AxisError, NoRuleError, ShapeError
 from mpimesh.layout import Layout, Tiling
 from mpimesh.layout.axis_rules import full_shape, renumbered, reshaped_placement, unsplit
 from mpimesh.layout.tiling import places_of
+from mpimesh.runtime.operands import normal_axis
 
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers
@@ -69,7 +70,10 @@ def matrix_transpose(x: Any, /) -> DTensor:
 @implements(np.swapaxes)
 def swapaxes(a: Any, axis1: Any, axis2: Any) -> DTensor:
     """Swap two axes."""
-    first, second = axis_of(axis1, a.ndim, "axis1"), axis_of(axis2, a.ndim, "axis2")
+    first, second = (
+        normal_axis(axis1, a.ndim, what="axis1"),
+        normal_axis(axis2, a.ndim, what="axis2"),
+    )
     order = list(range(a.ndim))
     order[first], order[second] = second, first
     return permuted(a, order)
@@ -91,7 +95,7 @@ def moveaxis(a: Any, source: Any, destination: Any) -> DTensor:
 @implements(np.rollaxis)
 def rollaxis(a: Any, axis: Any, start: Any = 0) -> DTensor:
     """Move an axis before the one that is at `start`."""
-    which = axis_of(axis, a.ndim)
+    which = normal_axis(axis, a.ndim)
     if not -a.ndim <= start <= a.ndim:
         raise AxisError(f"start {start} is out of bounds for an array of {a.ndim} axes")
     place = start + a.ndim if start < 0 else start
@@ -145,8 +149,7 @@ def _at_least(x: DTensor, count: int) -> DTensor:
 
 
 def _each_at_least(arrays: tuple[Any, ...], count: int) -> Any:
-    mesh = next(one.mesh for one in arrays if isinstance(one, DTensor))
-    found = tuple(_at_least(as_tensor(one, mesh), count) for one in arrays)
+    found = tuple(_at_least(one, count) for one in as_tensors(arrays))
     return found[0] if len(found) == 1 else found
 
 
@@ -314,9 +317,9 @@ def reshape(a: DTensor, /, shape: Any, order: str = "C", *, copy: bool | None = 
     new = full_shape(a.shape, shape_tuple(shape))
     if new == a.shape:
         return a.copy() if copy else a
-    rule = reshaped_placement(a.layout.mesh, a.placement, a.shape, new)
-    layout = Layout(a.mesh, rule.placement)
-    if rule.moves:
+    placement, moves = reshaped_placement(a.layout.mesh, a.placement, a.shape, new)
+    layout = Layout(a.mesh, placement)
+    if moves:
         if copy is False:
             raise ShapeError(
                 f"an array of shape {a.shape} as {a.layout} cannot be reshaped to {new} without a "
@@ -335,14 +338,13 @@ def ravel(a: Any, order: str = "C") -> DTensor:
     return reshape(a, (-1,) if a.size else (0,), "C" if order in "AK" else order)
 
 
-@implements(np.broadcast_to)
-def broadcast_to(array: Any, shape: Any, subok: bool = False) -> DTensor:
+@implements_by_name(np.broadcast_to)
+def broadcast_to(array: Any, shape: Any) -> DTensor:
     """Return the array with axes of length 1 repeated, and with new axes in front.
 
     Collective only if an axis to be repeated is split, which is then replicated. The
     result cannot be written to.
     """
-    refuse_options("broadcast_to", subok=subok or None)
     new = shape_tuple(shape)
     try:
         fits = np.broadcast_shapes(array.shape, new) == new
@@ -365,10 +367,9 @@ def broadcast_to(array: Any, shape: Any, subok: bool = False) -> DTensor:
 @implements(np.broadcast_arrays)
 def broadcast_arrays(*args: Any, subok: bool = False) -> tuple[DTensor, ...]:
     """Return all arrays with the shape that they have together."""
-    mesh = next(one.mesh for one in args if isinstance(one, DTensor))
-    tensors = [as_tensor(one, mesh) for one in args]
+    tensors = as_tensors(args)
     shape = joint_shape([one.shape for one in tensors])
-    return tuple(broadcast_to(one, shape, subok) for one in tensors)
+    return tuple(broadcast_to(one, shape) for one in tensors)
 
 
 def joint_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
@@ -393,7 +394,7 @@ def row_along(a: DTensor, axis: Any) -> tuple[DTensor, int]:
     """
     if axis is None:
         return ravel(a), 0
-    which = axis_of(axis, max(a.ndim, 1))
+    which = normal_axis(axis, max(a.ndim, 1))
     return (a if a.ndim else ravel(a)), which
 
 
@@ -465,7 +466,7 @@ def einsum_path(subscripts: Any, *operands: Any, **options: Any) -> Any:
 def diag_indices_from(arr: Any) -> tuple[HostArray, ...]:
     """Return the indices of the diagonal, as plain arrays, the same on all ranks."""
     if arr.ndim < 2 or len(set(arr.shape)) > 1:
-        raise on_all_ranks(ShapeError(f"a diagonal is of equal axes, got shape {arr.shape}"))
+        raise ShapeError.everywhere(f"a diagonal is of equal axes, got shape {arr.shape}")
     return np.diag_indices(arr.shape[0], arr.ndim)
 
 
@@ -483,6 +484,6 @@ def triu_indices_from(arr: Any, k: int = 0) -> tuple[HostArray, ...]:
 
 def _matrix(arr: Any) -> tuple[int, int]:
     if arr.ndim != 2:
-        raise on_all_ranks(ShapeError(f"a triangle is of a matrix, got shape {arr.shape}"))
+        raise ShapeError.everywhere(f"a triangle is of a matrix, got shape {arr.shape}")
     rows, columns = arr.shape
     return rows, columns

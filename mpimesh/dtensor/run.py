@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
-from operator import index
 from typing import Any, TypeVar
 
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_masked, refuse_objects
 from mpimesh.dtensor.consistency import raise_together
-from mpimesh.dtensor.dispatch import implements
+from mpimesh.dtensor.dispatch import implements, name_of
 from mpimesh.dtensor.dtensor import DTensor, are_whole, common_mesh
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.redistribute import moves_between_ranks
-from mpimesh.errors import AxisError, DTypeError, LayoutError, NoRuleError, ShapeError, on_all_ranks
+from mpimesh.errors import AxisError, DTypeError, LayoutError, NoRuleError, ShapeError
 from mpimesh.layout import (
     Box,
     Layout,
@@ -40,6 +39,7 @@ from mpimesh.layout.op_rules import (
 )
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
+from mpimesh.runtime.operands import normal_axis
 
 __all__ = [
     "Work",
@@ -47,8 +47,8 @@ __all__ = [
     "apply_rule",
     "are_in_reach",
     "as_tensor",
+    "as_tensors",
     "axes_of",
-    "axis_of",
     "checked_out",
     "implements_by_name",
     "linear_in",
@@ -56,7 +56,6 @@ __all__ = [
     "on_stacks",
     "operand_of",
     "reduced_anywhere",
-    "refuse_options",
     "run",
     "shape_of",
     "store",
@@ -66,51 +65,40 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_OF_MEMORY = {"order", "subok", "device", "overwrite_input"}
-"""Options of NumPy's that say how a result lies in memory, which means nothing here."""
-
 
 def implements_by_name(*functions: Callable[..., Any]) -> Callable[[F], F]:
     """Mark a function as the rule of NumPy's `functions`, whose arguments it gets by their names.
 
-    It gets those that a program gives, but for `out`, into which its result is then written, and
-    options about memory. For functions that NumPy has in Python: those in C may have no signature.
+    It gets those that a program gives, but for `out`, into which its result is then written. An
+    option of NumPy's that it has no parameter for is refused, unless it has the default.
+
+    For functions that NumPy has in Python: those in C may have no signature.
     """
 
     def register(rule: F) -> F:
         for function in functions:
-            names = tuple(signature(function).parameters)
-
-            def do(*args: Any, _names: tuple[str, ...] = names, **kwargs: Any) -> Any:
-                kwargs.update(zip(_names, args, strict=False))  # NumPy has checked the call
-                out = kwargs.pop("out", None)
-                options = {
-                    key: value
-                    for key, value in kwargs.items()
-                    if value is not np._NoValue and key not in _OF_MEMORY
-                }
-                made = rule(**options)
-                return made if out is None or out is np._NoValue else store(made, out)
-
-            implements(function)(do)
+            implements(function)(_by_name(function, rule))
         return rule
 
     return register
 
 
-def axis_of(axis: Any, ndim: int, what: str = "axis") -> int:
-    """Return an axis counted from 0.
+def _by_name(function: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+    defaults = {name: one.default for name, one in signature(function).parameters.items()}
+    names, own, no_value = tuple(defaults), signature(rule).parameters, np._NoValue
+    taken = {*names} if any(one.kind is one.VAR_KEYWORD for one in own.values()) else {*own}
 
-    Raises:
-        AxisError: If there is no such axis.
-    """
-    try:
-        number = index(axis)
-    except TypeError:
-        raise AxisError(f"{what} must be a whole number, got {axis!r}") from None
-    if not -ndim <= number < ndim:
-        raise AxisError(f"{what} {number} is out of bounds for an array of {ndim} axes")
-    return number % ndim
+    def do(*args: Any, **options: Any) -> Any:
+        options.update(zip(names, args, strict=False))  # NumPy has checked the call
+        out = options.pop("out", None)
+        for key in [k for k, value in options.items() if value is no_value or k not in taken]:
+            value = options.pop(key)
+            if value is not no_value and value is not defaults[key]:
+                raise NoRuleError(f"{name_of(function)} of split arrays takes no {key}")
+        made = rule(**options)
+        return made if out is None or out is no_value else store(made, out)
+
+    return do
 
 
 def axes_of(axes: Any, ndim: int, what: str = "axis") -> tuple[int, ...]:
@@ -120,21 +108,10 @@ def axes_of(axes: Any, ndim: int, what: str = "axis") -> tuple[int, ...]:
         AxisError: If there is no such axis, or one is named twice.
     """
     rows = tuple(axes) if isinstance(axes, Iterable) else (axes,)
-    found = tuple(axis_of(one, ndim, what) for one in rows)
+    found = tuple(normal_axis(one, ndim, what) for one in rows)
     if len(set(found)) != len(found):
         raise AxisError(f"{what} names an axis twice: {rows}")
     return found
-
-
-def refuse_options(name: str, **options: Any) -> None:
-    """Refuse options that a function of NumPy has, and its rule for split arrays has not.
-
-    Raises:
-        NoRuleError: If one is not None.
-    """
-    refused = [key for key, value in options.items() if value is not None]
-    if refused:
-        raise NoRuleError(f"numpy.{name} of split arrays takes no {', '.join(refused)}")
 
 
 def as_tensor(x: Any, mesh: DeviceMesh) -> DTensor:
@@ -157,6 +134,13 @@ def as_tensor(x: Any, mesh: DeviceMesh) -> DTensor:
     layout = Layout.replicated(mesh)
     block = whole if layout.mesh.contains_rank(mesh.rank) else None
     return DTensor(mesh, layout, whole.shape, whole.dtype, block)
+
+
+def as_tensors(operands: Iterable[Any]) -> list[DTensor]:
+    """Return all of some arrays, one of which is split, as split ones; see :func:`as_tensor`."""
+    rows = list(operands)
+    mesh = common_mesh(rows)
+    return [as_tensor(one, mesh) for one in rows]
 
 
 def whole_key(key: Any) -> Any:
@@ -222,8 +206,8 @@ def run(
     shape = tuple(shape)
     kinds = [np.dtype(dtype) for dtype in dtypes]
     goal = next((one.placement for one in outs if one is not None), None)
-    way = _placed_rule(place, known, pattern, shape, max(kind.itemsize for kind in kinds), goal)
-    return _run_placed(function, operands, known, mesh, way, shape, kinds, outs, into=into)
+    placed = _placed_rule(place, known, pattern, shape, max(kind.itemsize for kind in kinds), goal)
+    return _run_placed(function, operands, known, mesh, placed, shape, kinds, outs, into=into)
 
 
 def apply_rule(
@@ -244,9 +228,9 @@ def apply_rule(
     """
     mesh = common_mesh(operands)
     place = operands[0].layout.mesh
-    way = _PlacedRule(tuple(Layout(place, to) for to in rule.inputs), Layout(place, rule.output))
+    placed = tuple(Layout(place, to) for to in rule.inputs), Layout(place, rule.output)
     (result,) = _run_placed(
-        lambda here: function(*here.blocks), operands, operands, mesh, way, tuple(shape), [dtype]
+        lambda here: function(*here.blocks), operands, operands, mesh, placed, tuple(shape), [dtype]
     )
     return result
 
@@ -256,7 +240,7 @@ def _run_placed(
     operands: Sequence[Any],
     known: Sequence[Operand | DTensor],
     mesh: DeviceMesh,
-    way: _PlacedRule,
+    placed: tuple[tuple[Layout, ...], Layout],
     shape: tuple[int, ...],
     kinds: Sequence[Any],
     outs: Sequence[DTensor | None] = (),
@@ -264,11 +248,11 @@ def _run_placed(
     into: bool = False,
 ) -> tuple[DTensor, ...]:
     """Bring operands to the layouts of a rule and work on their blocks; see :func:`run`."""
-    layout = way.output
+    inputs, layout = placed
     if not layout.mesh.contains_rank(mesh.rank):
         return tuple(DTensor(mesh, layout, shape, kind, None) for kind in kinds)
-    blocks = _brought(operands, way.inputs, mesh.rank)
-    boxes = tuple(to.box(one.shape, mesh.rank) for one, to in zip(known, way.inputs, strict=True))
+    blocks = _brought(operands, inputs, mesh.rank)
+    boxes = tuple(to.box(one.shape, mesh.rank) for one, to in zip(known, inputs, strict=True))
     local = layout.local_shape(shape, mesh.rank)
     out: tuple[HostArray, ...] = ()
     if into:
@@ -278,30 +262,15 @@ def _run_placed(
             else one.local
             for kind, one in zip(kinds, outs or [None] * len(kinds), strict=True)
         )
-    made = _carefully(function, Work(blocks, boxes, local, out), mesh)
+    # If NumPy is to raise for what is in a block, all ranks do.
+    needed = "raise" in np.geterr().values()
+    with raise_together(mesh, "np.errstate", needed=needed, caught=(FloatingPointError,)):
+        made = function(Work(blocks, boxes, local, out))
     results = out or (made if isinstance(made, tuple) else (made,))
     return tuple(
         DTensor(mesh, layout, shape, kind, np.asarray(block, kind))
         for kind, block in zip(kinds, results, strict=True)
     )
-
-
-def _carefully(function: Callable[[Work], Any], here: Work, mesh: DeviceMesh) -> Any:
-    """Do the work on the blocks; if NumPy is to raise for what is in them, all ranks do.
-
-    Collective, if so.
-    """
-    needed = "raise" in np.geterr().values()
-    with raise_together(mesh, "np.errstate", needed=needed, caught=(FloatingPointError,)):
-        return function(here)
-
-
-@dataclass(frozen=True, slots=True)
-class _PlacedRule:
-    """A rule as layouts."""
-
-    inputs: tuple[Layout, ...]
-    output: Layout
 
 
 @lru_cache(maxsize=4096)
@@ -312,9 +281,10 @@ def _placed_rule(
     shape: tuple[int, ...],
     itemsize: int,
     goal: Placement | None,
-) -> _PlacedRule:
+) -> tuple[tuple[Layout, ...], Layout]:
+    """Return the cheapest rule as layouts of the operands and of the result."""
     rule = rule_for(place, known, pattern, shape, itemsize, goal)
-    return _PlacedRule(tuple(Layout(place, to) for to in rule.inputs), Layout(place, rule.output))
+    return tuple(Layout(place, to) for to in rule.inputs), Layout(place, rule.output)
 
 
 def _brought(operands: Sequence[Any], goals: Sequence[Layout], rank: int) -> tuple[Any, ...]:
@@ -399,11 +369,8 @@ def store(result: DTensor, out: Any, casting: Any = "same_kind") -> DTensor:
         (out,) = out
     target = checked_out(out, result.shape)
     if not np.can_cast(result.dtype, target.dtype, casting):
-        raise on_all_ranks(
-            DTypeError(
-                f"a result of {result.dtype} cannot be written into {target!r} "
-                f"by casting={casting!r}"
-            )
+        raise DTypeError.everywhere(
+            f"a result of {result.dtype} cannot be written into {target!r} by casting={casting!r}"
         )
     common_mesh([result, target])
     moved = result.redistribute(target.placement)
@@ -420,16 +387,12 @@ def checked_out(out: Any, shape: tuple[int, ...]) -> DTensor:
         ShapeError: If it has another shape.
     """
     if not isinstance(out, DTensor):
-        raise on_all_ranks(
-            DTypeError(
-                f"the result of an operation on split arrays is one, too, and cannot be written "
-                f"into a {type(out).__name__}; give a DTensor as out="
-            )
+        raise DTypeError.everywhere(
+            f"the result of an operation on split arrays is one, too, and cannot be written "
+            f"into a {type(out).__name__}; give a DTensor as out="
         )
     if out.shape != shape:
-        raise on_all_ranks(
-            ShapeError(f"out= has shape {out.shape}, but the result has shape {shape}")
-        )
+        raise ShapeError.everywhere(f"out= has shape {out.shape}, but the result has shape {shape}")
     return out
 
 

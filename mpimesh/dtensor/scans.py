@@ -15,7 +15,7 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.dispatch import implements
-from mpimesh.dtensor.dtensor import DTensor, common_mesh
+from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.elementwise import tried
 from mpimesh.dtensor.joining import concatenate
 from mpimesh.dtensor.methods import reduced
@@ -24,16 +24,16 @@ from mpimesh.dtensor.reduce import reduce
 from mpimesh.dtensor.reshape import moveaxis, ravel, row_along
 from mpimesh.dtensor.run import (
     as_tensor,
+    as_tensors,
     axes_of,
-    axis_of,
     implements_by_name,
     on_stacks,
-    refuse_options,
     whole_key,
 )
-from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
+from mpimesh.errors import DTypeError, ShapeError
 from mpimesh.layout import Layout, Placement, PlacementSpec, Shard
 from mpimesh.layout.axis_rules import unsplit
+from mpimesh.runtime.operands import normal_axis
 
 __all__: list[str] = []
 
@@ -143,7 +143,7 @@ def _cumulative(function: Callable[..., Any], ufunc: np.ufunc) -> None:
         found = _scan(ufunc, x, which, dtype)
         if not include_initial:
             return found
-        which = axis_of(which, found.ndim)
+        which = normal_axis(which, found.ndim)
         first = np.full(_with(found.shape, which, 1), ufunc.identity, found.dtype)
         return concatenate([first, found], which)
 
@@ -152,21 +152,18 @@ _cumulative(np.cumulative_sum, np.add)
 _cumulative(np.cumulative_prod, np.multiply)
 
 
-@implements(np.diff)
-def diff(
-    a: DTensor, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = None
-) -> DTensor:
+@implements_by_name(np.diff)
+def diff(a: DTensor, n: int = 1, axis: int = -1) -> DTensor:
     """Return the differences of neighbours, `n` times. Collective, if the axis is split.
 
     Cost:
         Along a split axis each rank gets one element of each line from the next one.
     """
-    refuse_options("diff", prepend=prepend, append=append)
     if index(n) == 0:
         return a  # as NumPy does, whatever its axes
     if a.ndim == 0 or index(n) < 0:
         raise ShapeError(f"np.diff takes n >= 0 and at least 1 axis, got n={n}, shape {a.shape}")
-    which, x = axis_of(axis, a.ndim), reduced(a)
+    which, x = normal_axis(axis, a.ndim), reduced(a)
     minus = np.not_equal if x.dtype == bool else np.subtract
     # Once also where there is nothing: the dtype counts.
     for _ in range(min(index(n), max(1, x.shape[which]))):
@@ -222,15 +219,13 @@ def gradient(f: Any, *varargs: Any, axis: Any = None, edge_order: Any = 1) -> An
     found = []
     for one, step in zip(axes, steps, strict=True):
         if f.shape[one] < edge_order + 1 or edge_order not in (1, 2):
-            raise on_all_ranks(
-                ShapeError(
-                    f"a gradient along axis {one} of shape {f.shape} takes at least "
-                    f"edge_order + 1 elements, and edge_order 1 or 2, got {edge_order}"
-                )
+            raise ShapeError.everywhere(
+                f"a gradient along axis {one} of shape {f.shape} takes at least "
+                f"edge_order + 1 elements, and edge_order 1 or 2, got {edge_order}"
             )
         if np.ndim(step) and np.shape(step) != (f.shape[one],):
-            raise on_all_ranks(
-                ShapeError(f"{np.shape(step)} places do not fit axis {one} of shape {f.shape}")
+            raise ShapeError.everywhere(
+                f"{np.shape(step)} places do not fit axis {one} of shape {f.shape}"
             )
         found.append(_gradient(f, step, one, edge_order, kind))
     return found[0] if len(found) == 1 else tuple(found)
@@ -249,12 +244,8 @@ def _gradient(f: DTensor, step: Any, axis: int, edge_order: Any, kind: Any) -> D
             here = np.asarray(step)[first : first + wide.local.shape[axis]]
         values: Any = wide.local
         found = np.gradient(values, here, axis=axis, edge_order=edge_order)
-        block[...] = found[_along(axis, start - first, stop - first)]
+        block[...] = found[(*(slice(None),) * axis, slice(start - first, stop - first))]
     return DTensor(x.mesh, x.layout, x.shape, kind, block)
-
-
-def _along(axis: int, start: int, stop: int) -> tuple[slice, ...]:
-    return (*(slice(None),) * axis, slice(start, stop))
 
 
 # -- convolutions ----------------------------------------------------------------------------
@@ -267,21 +258,22 @@ def convolve(a: Any, v: Any, mode: Any = "full") -> DTensor:
     Cost:
         Each rank gets as many elements from before its block as the shorter row has, less one.
     """
-    mesh = common_mesh([a, v])
-    x, kernel = as_tensor(a, mesh), as_tensor(v, mesh)
+    x, kernel = as_tensors([a, v])
     if x.ndim > 1 or kernel.ndim > 1 or 0 in (x.size, kernel.size):
-        raise on_all_ranks(
-            ShapeError(f"np.convolve takes two rows, got shapes {x.shape} and {kernel.shape}")
+        raise ShapeError.everywhere(
+            f"np.convolve takes two rows, got shapes {x.shape} and {kernel.shape}"
         )
     x, kernel = ravel(x), ravel(kernel)
     if kernel.shape[0] > x.shape[0]:
         x, kernel = kernel, x
+    if mode not in ("full", "same", "valid"):
+        raise ShapeError.everywhere(f"mode is full, same or valid, got {mode!r}")
     count, length = kernel.shape[0], x.shape[0]
     first, total = {
         "full": (0, length + count - 1),
         "same": ((count - 1) // 2, length),
         "valid": (count - 1, length - count + 1),
-    }[_mode(mode)]
+    }[mode]
     row = kernel.full()
     kind = np.convolve(np.zeros(1, x.dtype), np.zeros(1, row.dtype)).dtype
     # What goes with each element of `x`; the last one of all has the tail.
@@ -305,18 +297,10 @@ def convolve(a: Any, v: Any, mode: Any = "full") -> DTensor:
     return DTensor(x.mesh, layout, (total,), kind, block)
 
 
-def _mode(mode: Any) -> str:
-    if mode not in ("full", "same", "valid"):
-        raise on_all_ranks(ShapeError(f"mode is full, same or valid, got {mode!r}"))
-    found: str = mode
-    return found
-
-
 @implements(np.correlate)
 def correlate(a: Any, v: Any, mode: Any = "valid") -> DTensor:
     """Correlate two rows: a convolution with the second one turned around."""
-    mesh = common_mesh([a, v])
-    first, second = ravel(as_tensor(a, mesh)), ravel(as_tensor(v, mesh))
+    first, second = map(ravel, as_tensors([a, v]))
     if second.shape[0] > first.shape[0]:
         # NumPy turns around what it finds with the two exchanged: "same" has another middle then.
         found = correlate(second, first, mode)
@@ -337,8 +321,8 @@ def ediff1d(ary: Any, to_end: Any = None, to_begin: Any = None) -> DTensor:
     ends = [None if one is None else as_tensor(one, row.mesh) for one in (to_begin, to_end)]
     for end in ends:
         if end is not None and not np.can_cast(end.dtype, row.dtype, "same_kind"):
-            raise on_all_ranks(
-                DTypeError(f"np.ediff1d puts no {end.dtype} around differences of {row.dtype}")
+            raise DTypeError.everywhere(
+                f"np.ediff1d puts no {end.dtype} around differences of {row.dtype}"
             )
     found = diff(row)
     rows = [None if one is None else ravel(one).astype(found.dtype) for one in ends]
@@ -349,13 +333,11 @@ def ediff1d(ary: Any, to_end: Any = None, to_begin: Any = None) -> DTensor:
 @implements(np.trapezoid)
 def trapezoid(y: Any, x: Any = None, dx: Any = 1.0, axis: int = -1) -> Any:
     """Return the integral along an axis by the trapezoidal rule; of a split one it is in parts."""
-    mesh = common_mesh([y, x])
-    values = moveaxis(as_tensor(y, mesh), axis, -1)
-    if x is None:
-        width = dx
-    else:
-        places = as_tensor(x, mesh)
-        width = diff(places if places.ndim == 1 else moveaxis(places, axis, -1))
+    (values, *places), width = as_tensors([y] if x is None else [y, x]), dx
+    values = moveaxis(values, axis, -1)
+    if places:
+        (row,) = places
+        width = diff(row if row.ndim == 1 else moveaxis(row, axis, -1))
     pairs: Any = values[..., 1:] + values[..., :-1]
     return reduce(np.add, width * pairs / 2.0, -1)
 
@@ -363,7 +345,7 @@ def trapezoid(y: Any, x: Any = None, dx: Any = 1.0, axis: int = -1) -> Any:
 @implements(np.unwrap)
 def unwrap(p: Any, discont: Any = None, axis: int = -1, *, period: Any = 2 * np.pi) -> DTensor:
     """Take jumps of whole periods out of lines, which are brought whole."""
-    which = axis_of(axis, p.ndim)
+    which = normal_axis(axis, p.ndim)
 
     def lines(block: HostArray) -> HostArray:
         found: HostArray = np.unwrap(block, discont, period=period)

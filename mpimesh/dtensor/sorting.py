@@ -14,11 +14,18 @@ from mpimesh.dtensor.indexing import masked, of_rows
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.picking import exchange_counts, exchange_pieces, place_in, true_anywhere
 from mpimesh.dtensor.reshape import permuted, ravel, reshape, row_along
-from mpimesh.dtensor.run import all_redistributed, as_tensor, axis_of, moved_to, refuse_options
-from mpimesh.errors import AxisError, IndexOutOfRangeError, LayoutError, ShapeError, on_all_ranks
+from mpimesh.dtensor.run import (
+    all_redistributed,
+    as_tensor,
+    as_tensors,
+    implements_by_name,
+    moved_to,
+)
+from mpimesh.errors import AxisError, IndexOutOfRangeError, LayoutError, ShapeError
 from mpimesh.layout import Layout, Placement, PlacementSpec, Shard
 from mpimesh.layout.axis_rules import lines_placement, row_dim, rows_placement, unsplit
 from mpimesh.layout.tiling import places_of
+from mpimesh.runtime.operands import normal_axis
 
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers
@@ -125,7 +132,7 @@ def _sorted(a: DTensor, axis: Any, kind: Any, *, indices: bool) -> DTensor:
         Nothing moves if the axis is whole. Else the split goes to another axis and comes
         back, if there are enough lines; else the lines are sorted one by one by samples.
     """
-    x, which = row_along(a, axis) if indices or axis is None else (a, axis_of(axis, a.ndim))
+    x, which = row_along(a, axis) if indices or axis is None else (a, normal_axis(axis, a.ndim))
     x = reduced(x)
     target = lines_placement(x.layout.mesh, x.placement, x.shape, which)
     dtype = np.dtype(np.intp) if indices else x.dtype
@@ -160,32 +167,22 @@ def _line_by_line(x: DTensor, axis: int, dtype: Any, *, indices: bool) -> DTenso
     return moved_to(permuted(found, np.argsort(order).tolist()), x.placement)
 
 
-def _kind(kind: Any, stable: Any) -> Any:
-    return "stable" if stable else kind
-
-
-@implements(np.sort)
-def sort(
-    a: Any, axis: Any = -1, kind: Any = None, order: Any = None, *, stable: Any = None
-) -> DTensor:
+@implements_by_name(np.sort)
+def sort(a: Any, axis: Any = -1, kind: Any = None, *, stable: Any = None) -> DTensor:
     """Return the array sorted along an axis, in the layout that it had.
 
     Collective, if the axis is split. NaNs come last, as NumPy has them.
     """
-    refuse_options("sort", order=order)
-    return _sorted(a, axis, _kind(kind, stable), indices=False)
+    return _sorted(a, axis, "stable" if stable else kind, indices=False)
 
 
-@implements(np.argsort)
-def argsort(
-    a: Any, axis: Any = -1, kind: Any = None, order: Any = None, *, stable: Any = None
-) -> DTensor:
+@implements_by_name(np.argsort)
+def argsort(a: Any, axis: Any = -1, kind: Any = None, *, stable: Any = None) -> DTensor:
     """Return the indices, counted along the whole axis, that would sort it.
 
     Collective, if the axis is split; then equal elements keep their order, whatever `kind` says.
     """
-    refuse_options("argsort", order=order)
-    return _sorted(a, axis, _kind(kind, stable), indices=True)
+    return _sorted(a, axis, "stable" if stable else kind, indices=True)
 
 
 @implements(np.take_along_axis)
@@ -197,11 +194,10 @@ def take_along_axis(arr: Any, indices: Any, axis: Any = -1) -> DTensor:
     Raises:
         IndexOutOfRangeError: On every rank, if an index is out of bounds.
     """
-    mesh = next(one.mesh for one in (arr, indices) if isinstance(one, DTensor))
-    x, rows = reduced(as_tensor(arr, mesh)), reduced(as_tensor(indices, mesh))
+    x, rows = map(reduced, as_tensors([arr, indices]))
     if axis is None:
         x, rows, axis = ravel(x), ravel(rows), 0
-    which = axis_of(axis, x.ndim)
+    which = normal_axis(axis, x.ndim)
     if rows.ndim != x.ndim or rows.dtype.kind not in "iu":
         raise ShapeError(
             f"indices must be whole numbers with {x.ndim} axes, got {rows.dtype} of {rows.shape}"
@@ -224,27 +220,23 @@ def take_along_axis(arr: Any, indices: Any, axis: Any = -1) -> DTensor:
         length, mine = x.shape[which], rows.local
         wrong = bool(((mine < -length) | (mine >= length)).any())
         if true_anywhere(x.mesh, "take_along_axis", wrong):
-            raise on_all_ranks(
-                IndexOutOfRangeError(
-                    f"an index of {rows!r} is out of bounds for axis {which} of {x!r}"
-                )
+            raise IndexOutOfRangeError.everywhere(
+                f"an index of {rows!r} is out of bounds for axis {which} of {x!r}"
             )
         block = np.take_along_axis(x.local, mine, which)
     return DTensor(x.mesh, Layout(x.mesh, target), shape, x.dtype, block)
 
 
-@implements(np.partition)
-def partition(a: Any, kth: Any, axis: Any = -1, kind: Any = None, order: Any = None) -> DTensor:
+@implements_by_name(np.partition)
+def partition(a: Any, kth: Any, axis: Any = -1, kind: Any = None) -> DTensor:
     """Return the array with the `kth` elements in their places: sorted, which is one way."""
-    refuse_options("partition", order=order)
     _check_kth(a, kth, axis)
     return sort(a, axis)
 
 
-@implements(np.argpartition)
-def argpartition(a: Any, kth: Any, axis: Any = -1, kind: Any = None, order: Any = None) -> DTensor:
+@implements_by_name(np.argpartition)
+def argpartition(a: Any, kth: Any, axis: Any = -1, kind: Any = None) -> DTensor:
     """Return the indices of :func:`partition`."""
-    refuse_options("argpartition", order=order)
     _check_kth(a, kth, axis)
     return argsort(a, axis)
 
@@ -252,20 +244,19 @@ def argpartition(a: Any, kth: Any, axis: Any = -1, kind: Any = None, order: Any 
 def _check_kth(a: DTensor, kth: Any, axis: Any) -> None:
     if a.size == 0:
         return  # NumPy takes any
-    length = a.size if axis is None else a.shape[axis_of(axis, a.ndim)]
+    length = a.size if axis is None else a.shape[normal_axis(axis, a.ndim)]
     for one in np.ravel(kth).tolist():
         if not -length <= one < length:
             raise ShapeError(f"kth {one} is out of bounds for an axis of {length} elements")
 
 
-@implements(np.searchsorted)
-def searchsorted(a: Any, v: Any, side: Any = "left", sorter: Any = None) -> DTensor:
+@implements_by_name(np.searchsorted)
+def searchsorted(a: Any, v: Any, side: Any = "left") -> DTensor:
     """Return where elements of `v` fit into the sorted `a`, laid out as `v`.
 
     Collective, if `a` is split, which is then gathered.
     """
-    refuse_options("searchsorted", sorter=sorter)
-    mesh = next(one.mesh for one in (a, v) if isinstance(one, DTensor))
+    mesh = common_mesh([a, v])
     if np.ndim(a) != 1 or side not in ("left", "right"):
         raise AxisError(f"np.searchsorted takes a sorted row, and side left or right; got {side!r}")
     row = np.asarray(a.full() if isinstance(a, DTensor) else a)
@@ -276,13 +267,12 @@ def searchsorted(a: Any, v: Any, side: Any = "left", sorter: Any = None) -> DTen
     return DTensor(mesh, values.layout, values.shape, np.intp, block)
 
 
-@implements(np.unique)
+@implements_by_name(np.unique)
 def unique(
     ar: Any,
     return_index: bool = False,
     return_inverse: bool = False,
     return_counts: bool = False,
-    axis: Any = None,
     *,
     equal_nan: bool = True,
     sorted: bool = True,  # noqa: A002
@@ -295,7 +285,6 @@ def unique(
     Cost:
         Every rank gets the different elements of each block.
     """
-    refuse_options("unique", axis=axis)
     x = ravel(reduced(ar))
     x = moved_to(x, rows_placement(x.placement, x.shape, 1))
     if not x.is_member:
@@ -377,13 +366,13 @@ def isin(
     Cost:
         Every rank gets the different ones of the others.
     """
-    mesh = common_mesh([element, test_elements])
+    x, _ = as_tensors([element, test_elements])
     others = _whole_set(test_elements)
 
     def found(block: Any) -> Any:
         return np.isin(block, others, invert=invert, kind=kind)
 
-    return blockwise(found, [reduced(as_tensor(element, mesh))])
+    return blockwise(found, [reduced(x)])
 
 
 if hasattr(np, "in1d"):  # NumPy before 2.4
@@ -393,8 +382,7 @@ if hasattr(np, "in1d"):  # NumPy before 2.4
         ar1: Any, ar2: Any, assume_unique: bool = False, invert: bool = False, *, kind: Any = None
     ) -> DTensor:
         """Return :func:`isin` of the elements in a row."""
-        mesh = common_mesh([ar1, ar2])
-        return isin(ravel(as_tensor(ar1, mesh)), ar2, assume_unique, invert, kind=kind)
+        return isin(ravel(as_tensors([ar1, ar2])[0]), ar2, assume_unique, invert, kind=kind)
 
 
 def _whole_set(x: Any) -> Any:
@@ -402,21 +390,16 @@ def _whole_set(x: Any) -> Any:
     return unique(x).local if isinstance(x, DTensor) else x
 
 
-def _alike(values: Any, like: DTensor) -> DTensor:
-    """Return an array that all ranks have worked out from the same sets."""
-    layout = Layout.replicated(like.mesh)
-    return DTensor(like.mesh, layout, values.shape, values.dtype, values)
-
-
-def _first_split(*arrays: Any) -> DTensor:
-    return next(one for one in arrays if isinstance(one, DTensor))
+def _alike(values: Any, *arrays: Any) -> DTensor:
+    """Return an array that all ranks of split `arrays` have worked out from the same sets."""
+    mesh = common_mesh(arrays)
+    return DTensor(mesh, Layout.replicated(mesh), values.shape, values.dtype, values)
 
 
 @implements(np.union1d)
 def union1d(ar1: Any, ar2: Any) -> DTensor:
     """Return the elements of both, sorted, on every rank. Collective."""
-    common_mesh([ar1, ar2])
-    return _alike(np.union1d(_whole_set(ar1), _whole_set(ar2)), _first_split(ar1, ar2))
+    return _alike(np.union1d(_whole_set(ar1), _whole_set(ar2)), ar1, ar2)
 
 
 @implements(np.intersect1d)
@@ -427,23 +410,20 @@ def intersect1d(
 
     Also, if asked for, where each comes first in the two.
     """
-    mesh = common_mesh([ar1, ar2])
-    like = _first_split(ar1, ar2)
     if not return_indices:
-        return _alike(np.intersect1d(_whole_set(ar1), _whole_set(ar2)), like)
-    rows = [unique(as_tensor(one, mesh), return_index=True) for one in (ar1, ar2)]
+        return _alike(np.intersect1d(_whole_set(ar1), _whole_set(ar2)), ar1, ar2)
+    rows = [unique(one, return_index=True) for one in as_tensors([ar1, ar2])]
     found, *places = np.intersect1d(
         rows[0][0].local, rows[1][0].local, assume_unique=True, return_indices=True
     )
     firsts = [row[1].local[place] for row, place in zip(rows, places, strict=True)]
-    return tuple(_alike(one, like) for one in (found, *firsts))
+    return tuple(_alike(one, ar1, ar2) for one in (found, *firsts))
 
 
 @implements(np.setxor1d)
 def setxor1d(ar1: Any, ar2: Any, assume_unique: bool = False) -> DTensor:
     """Return the elements that one of both has, sorted, on every rank. Collective."""
-    common_mesh([ar1, ar2])
-    return _alike(np.setxor1d(_whole_set(ar1), _whole_set(ar2)), _first_split(ar1, ar2))
+    return _alike(np.setxor1d(_whole_set(ar1), _whole_set(ar2)), ar1, ar2)
 
 
 @implements(np.setdiff1d)
@@ -452,8 +432,7 @@ def setdiff1d(ar1: Any, ar2: Any, assume_unique: bool = False) -> DTensor:
 
     They are sorted, on every rank; with `assume_unique` they stay in order, where they are.
     """
-    mesh = common_mesh([ar1, ar2])
     if assume_unique:
-        row = ravel(as_tensor(ar1, mesh))
+        row = ravel(as_tensors([ar1, ar2])[0])
         return masked(row, isin(row, ar2, invert=True))
-    return _alike(np.setdiff1d(_whole_set(ar1), _whole_set(ar2)), _first_split(ar1, ar2))
+    return _alike(np.setdiff1d(_whole_set(ar1), _whole_set(ar2)), ar1, ar2)

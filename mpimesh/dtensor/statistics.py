@@ -22,7 +22,7 @@ from mpimesh.dtensor.reduce import (
 )
 from mpimesh.dtensor.reshape import atleast_2d, permuted, squeeze
 from mpimesh.dtensor.run import Work, as_tensor, implements_by_name, reduced_anywhere, shape_of
-from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
+from mpimesh.errors import DTypeError, ShapeError
 
 __all__: list[str] = []
 
@@ -132,11 +132,9 @@ def average(
     if shape_of(w) != shape_of(a):
         lengths = tuple(shape_of(a)[one] for one in axes)
         if axis is None or shape_of(w) != lengths or len(axes) > 1:
-            raise on_all_ranks(
-                ShapeError(
-                    f"weights of shape {shape_of(w)} fit neither the shape {shape_of(a)} nor "
-                    f"one axis of it, as axis={axis}"
-                )
+            raise ShapeError.everywhere(
+                f"weights of shape {shape_of(w)} fit neither the shape {shape_of(a)} nor "
+                f"one axis of it, as axis={axis}"
             )
         w = _along(w, axes[0], len(shape_of(a)))
     kind = np.result_type(a.dtype, w.dtype, *(["f8"] if a.dtype.kind in "biu" else []))
@@ -174,6 +172,7 @@ def _quantile(function: Callable[..., Any]) -> None:
         method: str = "linear",
         keepdims: bool = False,
         weights: Any = None,
+        overwrite_input: bool = False,
     ) -> DTensor:
         levels = q.full() if isinstance(q, DTensor) else q
         options: dict[str, Any] = {"method": method, "keepdims": keepdims}
@@ -192,15 +191,13 @@ def _quantile(function: Callable[..., Any]) -> None:
             if shape_of(weights) == a.shape:
                 operands.append(weights)
                 if bool(np.any(np.less(weights, 0))):  # on one rank, perhaps
-                    raise on_all_ranks(ShapeError("weights of quantiles are not negative"))
+                    raise ShapeError.everywhere("weights of quantiles are not negative")
             elif shape_of(weights) == tuple(a.shape[axis] for axis in axes):
                 axis_weights = weights.full() if isinstance(weights, DTensor) else weights
             else:
-                raise on_all_ranks(
-                    ShapeError(
-                        f"weights of shape {shape_of(weights)} fit neither the shape {a.shape} nor "
-                        f"axes {axes} of it"
-                    )
+                raise ShapeError.everywhere(
+                    f"weights of shape {shape_of(weights)} fit neither the shape {a.shape} nor "
+                    f"axes {axes} of it"
                 )
 
         def work(here: Work) -> Any:
@@ -213,7 +210,9 @@ def _quantile(function: Callable[..., Any]) -> None:
 
 def _median(function: Callable[..., Any]) -> None:
     @implements_by_name(function)
-    def do(a: DTensor, axis: Any = None, keepdims: bool = False) -> DTensor:
+    def do(
+        a: DTensor, axis: Any = None, overwrite_input: bool = False, keepdims: bool = False
+    ) -> DTensor:
         axes = strict_axes_of(axis, a.ndim)
         kind = np.asarray(function(np.ones(1, a.dtype))).dtype
 
@@ -258,7 +257,7 @@ def _passing_over(function: Callable[..., Any], plainly: Callable[..., Any]) -> 
 def _refuse_whole_numbers(function: Callable[..., Any], a: DTensor, dtype: Any) -> None:
     divides = function not in (np.nansum, np.nanprod)
     if divides and a.dtype.kind in "fc" and dtype is not None and np.dtype(dtype).kind not in "fc":
-        raise on_all_ranks(DTypeError(f"np.{function.__name__} of {a.dtype} is not of {dtype}"))
+        raise DTypeError.everywhere(f"np.{function.__name__} of {a.dtype} is not of {dtype}")
 
 
 def _nan_spread(function: Callable[..., Any], plainly: Callable[..., Any]) -> None:
@@ -307,11 +306,11 @@ def _nan_best(function: Callable[..., Any], ufunc: np.ufunc, worst: float) -> No
         if x.dtype.kind != "f":
             return reduce(ufunc, x, axis, None, keepdims, initial, where)
         if where is not True and initial in (None, np._NoValue):
-            raise on_all_ranks(ShapeError(f"np.{function.__name__} with where= takes initial="))
+            raise ShapeError.everywhere(f"np.{function.__name__} with where= takes initial=")
         initial = np._NoValue if initial is None else initial
         if initial is np._NoValue and any(x.shape[one] == 0 for one in axes_of(axis, x.ndim)):
-            raise on_all_ranks(
-                ShapeError(f"np.{function.__name__} of no elements: shape {x.shape}, axis {axis}")
+            raise ShapeError.everywhere(
+                f"np.{function.__name__} of no elements: shape {x.shape}, axis {axis}"
             )
         mask = _numbers(x, where)
         begin = worst if initial is np._NoValue else initial
@@ -351,15 +350,18 @@ def cov(
     mesh = common_mesh([m, y, fweights, aweights])
     rows = [as_tensor(one, mesh) for one in (m, y) if one is not None]
     if any(one.ndim > 2 for one in rows):
-        raise on_all_ranks(
-            ShapeError(f"np.cov takes at most two axes, got {[one.shape for one in rows]}")
+        raise ShapeError.everywhere(
+            f"np.cov takes at most two axes, got {[one.shape for one in rows]}"
         )
     kind = np.result_type(np.float64 if dtype is None else dtype, *[one.dtype for one in rows])
     if dtype is not None:
         kind = np.dtype(dtype)
     # As NumPy has it, a second array of one row stays as it is.
     flags = [rowvar or one.ndim < 2 or (n == 1 and one.shape[0] == 1) for n, one in enumerate(rows)]
-    table = [_by_rows(one, flag) for one, flag in zip(rows, flags, strict=True)]
+    table = [
+        atleast_2d(one) if flag else permuted(atleast_2d(one), (1, 0))
+        for one, flag in zip(rows, flags, strict=True)
+    ]
     x: Any = concatenate([one.astype(kind, copy=False) for one in table], 0)
     if not x.shape[0]:
         return as_tensor(np.empty((0, 0)), mesh)
@@ -380,18 +382,13 @@ def cov(
     return squeeze(found)
 
 
-def _by_rows(x: DTensor, rows: bool) -> DTensor:
-    x = x if x.ndim == 2 else atleast_2d(x)
-    return x if rows else permuted(x, (1, 0))
-
-
 def _weights(mesh: Any, count: int, fweights: Any, aweights: Any) -> Any:
     rows = [as_tensor(one, mesh) for one in (fweights, aweights) if one is not None]
     for one in rows:
         if one.shape != (count,):
-            raise on_all_ranks(ShapeError(f"weights of shape {one.shape} for {count} observations"))
+            raise ShapeError.everywhere(f"weights of shape {one.shape} for {count} observations")
         if bool(np.any(np.less(one, 0))):
-            raise on_all_ranks(ShapeError("weights of observations are not negative"))
+            raise ShapeError.everywhere("weights of observations are not negative")
     if fweights is not None and rows[0].dtype.kind not in "biu":
         raise TypeError("fweights are whole numbers")
     if not rows:

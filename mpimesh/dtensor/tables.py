@@ -15,15 +15,14 @@ from mpimesh.dtensor.elementwise import blockwise, call, plain, tried
 from mpimesh.dtensor.reduce import reduce
 from mpimesh.dtensor.run import (
     Work,
-    as_tensor,
+    as_tensors,
     implements_by_name,
     reduced_anywhere,
-    refuse_options,
     run,
     shape_of,
     whole_key,
 )
-from mpimesh.errors import NoRuleError, ShapeError, on_all_ranks
+from mpimesh.errors import NoRuleError, ShapeError
 from mpimesh.layout.op_rules import KEEP, Linearity, Pattern, broadcast_shape, elementwise_pattern
 
 __all__: list[str] = []
@@ -49,17 +48,15 @@ def histogram(
         ShapeError: If weights have another shape.
     """
     if isinstance(bins, str):
-        raise on_all_ranks(
-            NoRuleError(f"give a number of bins or their edges, not a rule: {bins!r}")
-        )
+        raise NoRuleError.everywhere(f"give a number of bins or their edges, not a rule: {bins!r}")
     a, *others = (plain(a), *([] if weights is None else [plain(weights)]))
     if isinstance(a, DTensor):
         a = reduced_anywhere(a)
     if a.dtype == bool:  # differences between its values are needed
         a = a.astype(np.uint8)
     if others and shape_of(others[0]) != shape_of(a):
-        raise on_all_ranks(
-            ShapeError(f"weights of shape {shape_of(others[0])} for values of shape {shape_of(a)}")
+        raise ShapeError.everywhere(
+            f"weights of shape {shape_of(others[0])} for values of shape {shape_of(a)}"
         )
     if isinstance(bins, DTensor):
         bins = bins.full()
@@ -123,7 +120,7 @@ def histogramdd(
     count, axes = points.shape
     each = list(bins) if hasattr(bins, "__len__") else [bins] * axes
     if len(each) != axes:
-        raise on_all_ranks(ShapeError(f"{len(each)} rows of bins do not fit {axes} axes"))
+        raise ShapeError.everywhere(f"{len(each)} rows of bins do not fit {axes} axes")
     known = [[*row] if row is not None else None for row in (range or [None] * axes)]
     edges = [
         _edges(points[:, axis], one, limits)
@@ -131,7 +128,7 @@ def histogramdd(
     ]
     others = [] if weights is None else [plain(weights)]
     if others and shape_of(others[0]) != (count,):
-        raise on_all_ranks(ShapeError(f"weights of shape {shape_of(others[0])} for {count} points"))
+        raise ShapeError.everywhere(f"weights of shape {shape_of(others[0])} for {count} points")
     pattern = Pattern(((0, KEEP), *((0,) for _ in others)), (KEEP,) * axes, "sum")
 
     def work(here: Work) -> Any:
@@ -158,7 +155,7 @@ def _edges(column: Any, bins: Any, limits: Any) -> HostArray:
     bins = bins.full() if isinstance(bins, DTensor) else bins
     if np.ndim(bins) == 0:
         if bins < 1:
-            raise on_all_ranks(ShapeError(f"a histogram has at least 1 bin, got {bins!r}"))
+            raise ShapeError.everywhere(f"a histogram has at least 1 bin, got {bins!r}")
         # NumPy's limits: with them it makes the edges of one axis of a histogram of several.
         none = np.empty((0, 1), column.dtype)
         if limits is None and shape_of(column)[0]:
@@ -167,7 +164,7 @@ def _edges(column: Any, bins: Any, limits: Any) -> HostArray:
         return np.histogramdd(none, [bins], None if limits is None else [limits])[1][0]
     edges = np.asarray(bins)
     if edges.ndim != 1 or (edges[:-1] > edges[1:]).any():
-        raise on_all_ranks(ShapeError(f"edges of bins are a row that grows, got {edges.tolist()}"))
+        raise ShapeError.everywhere(f"edges of bins are a row that grows, got {edges.tolist()}")
     return edges
 
 
@@ -198,19 +195,19 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> DTensor:
     """
     x, *others = (plain(x), *([] if weights is None else [plain(weights)]))
     if len(shape_of(x)) != 1 or any(shape_of(one) != shape_of(x) for one in others):
-        raise on_all_ranks(
-            ShapeError(f"bincount takes one axis, and as many weights; got shape {shape_of(x)}")
+        raise ShapeError.everywhere(
+            f"bincount takes one axis, and as many weights; got shape {shape_of(x)}"
         )
     tried(np.bincount, [x, *others])  # refuses what it does not count
     if minlength < 0:
-        raise on_all_ranks(ShapeError(f"bincount takes a minlength from 0 on, got {minlength}"))
+        raise ShapeError.everywhere(f"bincount takes a minlength from 0 on, got {minlength}")
     kind = np.dtype(np.float64 if others and shape_of(x)[0] else np.intp)  # as NumPy has it
     length = minlength
     if shape_of(x)[0]:
         if isinstance(x, DTensor):
             x = reduced_anywhere(x)
         if reduce(np.minimum, x).item() < 0:
-            raise on_all_ranks(ShapeError("bincount takes no negative numbers"))
+            raise ShapeError.everywhere("bincount takes no negative numbers")
         length = max(minlength, reduce(np.maximum, x).item() + 1)
     linear = (Linearity((1,)),) if others and kind == others[0].dtype else ()
     pattern = Pattern(((0,),) * (1 + len(others)), (KEEP,), "sum", linear)
@@ -243,11 +240,6 @@ def _checked(
     return list(run(work, operands, pattern, shape, kinds))
 
 
-def _on_mesh(x: Any, *others: Any) -> DTensor:
-    """Return a plain array on the mesh of the split ones that go with it."""
-    return as_tensor(x, common_mesh([x, *others]))
-
-
 # -- in tables -------------------------------------------------------------------------------
 
 
@@ -255,7 +247,7 @@ def _on_mesh(x: Any, *others: Any) -> DTensor:
 def digitize(x: Any, bins: Any, right: bool = False) -> Any:
     """Return in which bin each element is, laid out as `x`. Split bins are gathered."""
     edges = whole_key(bins)
-    return blockwise(lambda block: np.digitize(block, edges, right), [_on_mesh(x, bins)])
+    return blockwise(lambda block: np.digitize(block, edges, right), as_tensors([x, bins])[:1])
 
 
 @implements(np.interp)
@@ -265,7 +257,8 @@ def interp(
     """Interpolate between the points of a table, laid out as `x`. A split table is gathered."""
     known, values = whole_key(xp), whole_key(fp)
     return blockwise(
-        lambda block: np.interp(block, known, values, left, right, period), [_on_mesh(x, xp, fp)]
+        lambda block: np.interp(block, known, values, left, right, period),
+        as_tensors([x, xp, fp])[:1],
     )
 
 
@@ -273,7 +266,7 @@ def interp(
 def polyval(p: Any, x: Any) -> Any:
     """Return the values of a polynomial, laid out as `x`. Split coefficients are gathered."""
     coefficients = whole_key(p)
-    return blockwise(lambda block: np.polyval(coefficients, block), [_on_mesh(x, p)])
+    return blockwise(lambda block: np.polyval(coefficients, block), as_tensors([x, p])[:1])
 
 
 @implements(np.unravel_index)
@@ -312,11 +305,9 @@ def select(condlist: Any, choicelist: Any, default: Any = 0) -> Any:
     """Choose for each element from the first array whose condition holds."""
     conditions, choices = list(condlist), list(choicelist)
     if len(conditions) != len(choices) or not conditions:
-        raise on_all_ranks(
-            ShapeError(
-                f"np.select takes a condition for each choice, and at least one; got "
-                f"{len(conditions)} and {len(choices)}"
-            )
+        raise ShapeError.everywhere(
+            f"np.select takes a condition for each choice, and at least one; got "
+            f"{len(conditions)} and {len(choices)}"
         )
     half = len(conditions)
 
@@ -376,7 +367,7 @@ def real_if_close(a: DTensor, tol: float = 100) -> DTensor:
 def vander(x: DTensor, N: Any = None, increasing: bool = False) -> DTensor:
     """Return the powers of each element as a row, which is where the element is."""
     if x.ndim != 1:
-        raise on_all_ranks(ShapeError(f"np.vander takes one axis, got shape {x.shape}"))
+        raise ShapeError.everywhere(f"np.vander takes one axis, got shape {x.shape}")
     count = x.shape[0] if N is None else int(N)
     kind = np.vander(np.ones(1, x.dtype), count).dtype
 
@@ -392,7 +383,8 @@ def _spread(function: Callable[..., Any]) -> None:
 
     @implements(function)
     def do(start: Any, stop: Any, num: int = 50, *args: Any, axis: int = 0, **options: Any) -> Any:
-        refuse_options(function.__name__, retstep=options.pop("retstep", None) or None)
+        if options.pop("retstep", False):
+            raise NoRuleError("numpy.linspace of split arrays takes no retstep")
         first, last = plain(start), plain(stop)
         shapes = [shape_of(first), shape_of(last)]
         stack = broadcast_shape(shapes)

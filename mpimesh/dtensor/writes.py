@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpimesh.arrays import DType, HostArray, refuse_masked, refuse_objects
+from mpimesh.arrays import HostArray, refuse_masked, refuse_objects
 from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor, common_mesh
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.picking import pick_along, true_anywhere
 from mpimesh.dtensor.redistribute import identity_of
 from mpimesh.dtensor.reshape import broadcast_to, expand_dims, reshape, row_along, squeeze
-from mpimesh.dtensor.run import as_tensor, axis_of, moved_to, whole_key
+from mpimesh.dtensor.run import as_tensor, moved_to, whole_key
 from mpimesh.errors import (
     DTypeError,
     IndexOutOfRangeError,
     LayoutError,
     NoRuleError,
     ShapeError,
-    on_all_ranks,
 )
 from mpimesh.layout import Partial, Placement, PlacementSpec, Replicate, Shard
 from mpimesh.layout.axis_rules import counts_between, met, unsplit
 from mpimesh.layout.keys import Key, read_key
+from mpimesh.runtime.operands import normal_axis
 
 if TYPE_CHECKING:
     from mpimesh.layout.axis_rules import Picks
@@ -55,10 +55,12 @@ def set_item(x: DTensor, key: Any, value: Any) -> None:
         DTypeError: If the value has what can be no element of `x`; on all ranks, before anything
             is written.
     """
-    if isinstance(key, DTensor) and key.dtype == bool and key.shape == x.shape and _single(value):
+    is_mask = isinstance(key, DTensor) and key.dtype == bool
+    is_number = not isinstance(value, DTensor) and np.ndim(value) == 0
+    if is_mask and key.shape == x.shape and is_number:
         _fill(x, as_tensor(key, x.mesh), elements_for(x, value))
         return
-    if isinstance(key, DTensor) and key.dtype == bool and key.shape != x.shape[: key.ndim]:
+    if is_mask and key.shape != x.shape[: key.ndim]:
         raise IndexOutOfRangeError(f"a mask of shape {key.shape} does not fit shape {x.shape}")
     read = read_key(whole_key(key), x.shape)
     if read.arrays:
@@ -67,10 +69,6 @@ def set_item(x: DTensor, key: Any, value: Any) -> None:
         _put_split(x, read, split_elements(x, as_tensor(value, x.mesh)))
     else:
         _put_plain(x, read, elements_for(x, value))
-
-
-def _single(value: Any) -> bool:
-    return not isinstance(value, DTensor) and np.ndim(value) == 0
 
 
 def _values(x: DTensor, values: HostArray) -> HostArray:
@@ -111,7 +109,8 @@ def split_elements(x: DTensor, value: DTensor) -> DTensor:
     Raises:
         DTypeError: If it cannot; on all ranks of the mesh.
     """
-    if value.dtype == x.dtype or _always_fit(value.dtype, x.dtype):
+    # Casts between numbers never fail, whatever the values.
+    if value.dtype == x.dtype or {value.dtype.kind, x.dtype.kind} <= set("biufc"):
         return value
     value = reduced(value)
     block: HostArray | None = None
@@ -123,17 +122,10 @@ def split_elements(x: DTensor, value: DTensor) -> DTensor:
     return DTensor(value.mesh, value.layout, value.shape, x.dtype, block)
 
 
-def _always_fit(dtype: DType, into: DType) -> bool:
-    # Casts between numbers never fail, whatever the values.
-    return {dtype.kind, into.kind} <= set("biufc")
-
-
 def _no_element(x: DTensor, what: str) -> DTypeError:
-    return on_all_ranks(
-        DTypeError(
-            f"elements of {x!r} are of dtype {x.dtype}, and {what}; nothing was written: write "
-            f"what can be cast to {x.dtype}"
-        )
+    return DTypeError.everywhere(
+        f"elements of {x!r} are of dtype {x.dtype}, and {what}; nothing was written: write "
+        f"what can be cast to {x.dtype}"
     )
 
 
@@ -255,14 +247,12 @@ def _beside(x: DTensor, part: DTensor, picks: list[Any]) -> Placement:
 def _written(x: Any, name: str) -> DTensor:
     """Return the array to write into, which must be a split one that waits for no sums."""
     if not isinstance(x, DTensor):
-        raise on_all_ranks(
-            DTypeError(
-                f"np.{name} with split operands writes into a DTensor, got {type(x).__name__}"
-            )
+        raise DTypeError.everywhere(
+            f"np.{name} with split operands writes into a DTensor, got {type(x).__name__}"
         )
     if x.layout.partial_op:
-        raise on_all_ranks(
-            LayoutError(f"np.{name} cannot write into {x!r}: sum it up first with redistribute")
+        raise LayoutError.everywhere(
+            f"np.{name} cannot write into {x!r}: sum it up first with redistribute"
         )
     return x
 
@@ -283,10 +273,10 @@ def put(a: Any, ind: Any, v: Any, mode: str = "raise") -> None:
     elif mode == "clip" and x.size:
         places = np.clip(places, 0, x.size - 1)
     elif mode not in ("raise", "wrap", "clip"):
-        raise on_all_ranks(NoRuleError(f"np.put has modes raise, wrap and clip, got {mode!r}"))
+        raise NoRuleError.everywhere(f"np.put has modes raise, wrap and clip, got {mode!r}")
     if ((places < -x.size) | (places >= x.size)).any():
-        raise on_all_ranks(
-            IndexOutOfRangeError(f"a place of {places} is out of bounds for {x.size} elements")
+        raise IndexOutOfRangeError.everywhere(
+            f"a place of {places} is out of bounds for {x.size} elements"
         )
     values = np.ravel(elements_for(x, whole_key(v)))
     if not places.size or not values.size:
@@ -307,7 +297,7 @@ def putmask(a: Any, /, mask: Any, values: Any) -> None:
     x = _written(a, "putmask")
     where = reduced(as_tensor(mask, x.mesh))
     if where.shape != x.shape:
-        raise on_all_ranks(ShapeError(f"a mask of shape {where.shape} does not fit {x!r}"))
+        raise ShapeError.everywhere(f"a mask of shape {where.shape} does not fit {x!r}")
     flags = moved_to(where, x.placement)
     if isinstance(values, DTensor) and values.shape == x.shape:
         chosen = moved_to(split_elements(x, reduced(values)), x.placement)
@@ -329,8 +319,8 @@ def fill_diagonal(a: Any, val: Any, wrap: bool = False) -> None:
     """Write values along the diagonal, over again if they are fewer. Local."""
     x = _written(a, "fill_diagonal")
     if x.ndim < 2 or (x.ndim > 2 and len(set(x.shape)) > 1):
-        raise on_all_ranks(
-            ShapeError(f"a diagonal is of two axes, or of equal ones, got shape {x.shape}")
+        raise ShapeError.everywhere(
+            f"a diagonal is of two axes, or of equal ones, got shape {x.shape}"
         )
     step = x.shape[1] + 1 if x.ndim == 2 else 1 + int(np.cumprod(x.shape[:-1]).sum())
     end = x.shape[1] * x.shape[1] if x.ndim == 2 and not wrap else x.size
@@ -351,16 +341,13 @@ def put_along_axis(arr: Any, indices: Any, values: Any, axis: Any) -> None:
     rows = reduced(as_tensor(indices, x.mesh))
     if axis is None:
         if rows.ndim != 1:
-            raise on_all_ranks(ShapeError(f"indices without an axis are a row, got {rows.shape}"))
+            raise ShapeError.everywhere(f"indices without an axis are a row, got {rows.shape}")
         put(x, rows, broadcast_to(as_tensor(values, x.mesh), rows.shape))
         return
-    which = axis_of(axis, x.ndim)
+    which = normal_axis(axis, x.ndim)
     if rows.ndim != x.ndim or rows.dtype.kind not in "iu":
-        raise on_all_ranks(
-            ShapeError(
-                f"indices must be whole numbers with {x.ndim} axes, got {rows.dtype} of "
-                f"{rows.shape}"
-            )
+        raise ShapeError.everywhere(
+            f"indices must be whole numbers with {x.ndim} axes, got {rows.dtype} of {rows.shape}"
         )
     shape = (*x.shape[:which], rows.shape[which], *x.shape[which + 1 :])
     target = unsplit(x.placement, {which})
@@ -370,8 +357,8 @@ def put_along_axis(arr: Any, indices: Any, values: Any, axis: Any) -> None:
     length = x.shape[which]
     wrong = x.is_member and bool(((rows.local < -length) | (rows.local >= length)).any())
     if true_anywhere(x.mesh, "put_along_axis", wrong):
-        raise on_all_ranks(
-            IndexOutOfRangeError(f"an index of {rows!r} is out of bounds for axis {which} of {x!r}")
+        raise IndexOutOfRangeError.everywhere(
+            f"an index of {rows!r} is out of bounds for axis {which} of {x!r}"
         )
     if not x.is_member:
         return
@@ -391,7 +378,7 @@ def insert(arr: Any, obj: Any, values: Any, axis: Any = None) -> DTensor:
     """
     mesh = common_mesh([arr, obj, values])
     x = reduced(as_tensor(arr, mesh))
-    x, which = row_along(x, axis if axis is None else axis_of(axis, x.ndim))
+    x, which = row_along(x, axis if axis is None else normal_axis(axis, x.ndim))
     where, new_values = whole_key(obj), elements_for(x, whole_key(values))
     length = x.shape[which]
     none = np.empty((*x.shape[:which], 0, *x.shape[which + 1 :]), x.dtype)
@@ -400,8 +387,8 @@ def insert(arr: Any, obj: Any, values: Any, axis: Any = None) -> DTensor:
         new = np.insert(none, _zeros_like(where, length), new_values, which)
         marks = np.insert(np.full(length, -1), where, np.arange(new.shape[which]))
     except IndexError as error:
-        raise on_all_ranks(
-            IndexOutOfRangeError(f"np.insert, axis {which} of shape {x.shape}: {error}")
+        raise IndexOutOfRangeError.everywhere(
+            f"np.insert, axis {which} of shape {x.shape}: {error}"
         ) from None
     if not length:
         found = as_tensor(new, x.mesh)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,7 +20,6 @@ from mpimesh.mesh import Mesh
 
 __all__ = [
     "AxisGroup",
-    "Reshaped",
     "axis_groups",
     "counts_between",
     "full_shape",
@@ -134,7 +132,8 @@ def rows_placement(
     specs: list[PlacementSpec] = []
     for dim, spec in enumerate(placement):
         if dim == chosen:
-            specs.append(spec if _axis(spec) == 0 and _alone(placement, 0) else Shard(0))
+            alone = _axis(spec) == 0 and sum(_axis(one) == 0 for one in placement) == 1
+            specs.append(spec if alone else Shard(0))
         elif dim in inside or (only and isinstance(spec, Shard)):
             specs.append(Replicate())
         else:
@@ -145,10 +144,6 @@ def rows_placement(
 def row_dim(placement: Placement) -> int | None:
     """Return the only dim that splits axis 0; None if none does."""
     return next((dim for dim, spec in enumerate(placement) if _axis(spec) == 0), None)
-
-
-def _alone(placement: Placement, axis: int) -> bool:
-    return sum(_axis(spec) == axis for spec in placement) == 1
 
 
 def _axis(spec: PlacementSpec) -> int:
@@ -171,7 +166,8 @@ def join_rules(mesh: Mesh, operands: Sequence[Operand], axis: int) -> list[OpRul
         axis: The axis along which they follow each other.
     """
     lengths = [one.shape[axis] for one in operands]
-    summed = len({_op_of(one) for one in operands}) == 1
+    ops = [{spec.op for spec in one.placement if isinstance(spec, Partial)} for one in operands]
+    summed = all(one == ops[0] for one in ops)
     rules = []
     for placement in dict.fromkeys(one.placement for one in operands):
         specs: list[PlacementSpec] = [
@@ -190,10 +186,6 @@ def join_rules(mesh: Mesh, operands: Sequence[Operand], axis: int) -> list[OpRul
             specs[dims[0]] = Shard(axis)
         rules.append(OpRule(tuple(inputs), Placement(specs)))
     return rules
-
-
-def _op_of(operand: Operand) -> str:
-    return next((spec.op for spec in operand.placement if isinstance(spec, Partial)), "")
 
 
 def overlaps(lengths: Sequence[int], parts: int) -> list[tuple[int, ...]]:
@@ -278,7 +270,7 @@ def picked_placement(
     specs: list[PlacementSpec] = list(placement)
     for axis, (length, pick) in enumerate(zip(shape, picks, strict=True)):
         dims = tiling.axis_dims[axis]
-        if not dims or _is_whole(pick, length):
+        if not dims or (isinstance(pick, range) and pick == range(length)):
             continue
         bounds = tiling.bounds[axis]
         if len(dims) == 1 and _in_order(pick, bounds):
@@ -296,10 +288,6 @@ def _in_order(picks: Picks, bounds: Integers) -> bool:
         return picks.step > 0 or len(picks) < 2
     owners = np.searchsorted(bounds, picks, "right")
     return bool((owners[:-1] <= owners[1:]).all())
-
-
-def _is_whole(picks: Picks, length: int) -> bool:
-    return isinstance(picks, range) and picks == range(length)
 
 
 def _pairs(bounds: Integers) -> list[tuple[int, int]]:
@@ -325,36 +313,17 @@ def _as_slice(indices: Integers) -> slice | Integers:
     return indices
 
 
-@dataclass(frozen=True, slots=True)
-class AxisGroup:
-    """Old axes that become new axes, none of which a smaller number of them would make.
-
-    Axes of length 1 are in no group.
-
-    Attributes:
-        old: The numbers of the old axes.
-        new: The numbers of the new axes.
-    """
+class AxisGroup(NamedTuple):
+    """Old axes that become new axes, none of which a smaller number of them would make."""
 
     old: tuple[int, ...]
     new: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Reshaped:
-    """The placement of an array with a new shape.
-
-    Attributes:
-        placement: The placement of the result.
-        moves: Whether elements have to move; else every rank has the same before and after.
-    """
-
-    placement: Placement
-    moves: bool
-
-
 def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[AxisGroup]:
     """Return which axes become which. Both shapes have the same number of elements, not 0.
+
+    Axes of length 1 are in no group.
 
     Example:
         >>> axis_groups((4, 6, 5), (2, 2, 30))
@@ -398,8 +367,8 @@ def full_shape(old: Sequence[int], new: Sequence[int]) -> tuple[int, ...]:
 @lru_cache(maxsize=1024)
 def reshaped_placement(
     mesh: Mesh, placement: Placement, old: tuple[int, ...], new: tuple[int, ...]
-) -> Reshaped:
-    """Return where the elements are to lie after a reshape.
+) -> tuple[Placement, bool]:
+    """Return where the elements are to lie after a reshape, and whether any have to move there.
 
     A dim that splits the outermost axis of a group of old axes splits that of the new ones, if
     its blocks are whole numbers of the new axis; then nothing moves. Else the new axis is
@@ -408,7 +377,7 @@ def reshaped_placement(
     """
     if 0 in old:
         specs = [Replicate() if isinstance(s, Shard) else s for s in placement]
-        return Reshaped(Placement(specs), moves=False)
+        return Placement(specs), False
     target: list[PlacementSpec] = list(placement)
     before = Layout(mesh, placement).tiling(old)
     groups = axis_groups(old, new)
@@ -424,7 +393,7 @@ def reshaped_placement(
         if before.axis_dims[group.old[0]]:
             _keep(mesh, before, group, new, target)
     kept = Placement(target)
-    return Reshaped(kept, moves=not _same_elements(before, Layout(mesh, kept).tiling(new), groups))
+    return kept, not _same_elements(before, Layout(mesh, kept).tiling(new), groups)
 
 
 def _keep(

@@ -15,8 +15,6 @@ from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from mpimesh.errors import ReduceOpError, ShapeError
-
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -33,7 +31,6 @@ __all__ = [
     "flat_fragments",
     "flat_runs",
     "global_box",
-    "is_box",
     "local_box",
     "local_regions",
     "run_start",
@@ -48,18 +45,6 @@ __all__ = [
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """(start, stop) along each axis."""
-
-
-def is_box(box: Box) -> bool:
-    """Tell whether `box` is a pair of whole numbers ``0 <= start <= stop`` for each axis."""
-    return all(
-        isinstance(edges, tuple)
-        and len(edges) == 2
-        and isinstance(edges[0], int)
-        and isinstance(edges[1], int)
-        and 0 <= edges[0] <= edges[1]
-        for edges in box
-    )
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -263,8 +248,6 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
 
 T = TypeVar("T")
 
-_OPS = ("sum", "prod", "min", "max")
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -274,21 +257,11 @@ class Part:
         rank: The rank of the block, which may be the one that takes.
         shape: The shape of that rank's block, which is C-contiguous.
         box: The piece in it.
-
-    Raises:
-        ShapeError: If the box does not lie in the block.
     """
 
     rank: int
     shape: tuple[int, ...]
     box: Box
-
-    def __post_init__(self) -> None:
-        if not is_box(self.box) or not fits(self.box, self.shape):
-            raise ShapeError(
-                f"a part is a box in a block, 0 <= start <= stop on each axis; got {self.box} in "
-                f"the block of shape {self.shape} of rank {self.rank}"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,33 +273,11 @@ class Take:
         parts: Its sources: one part is copied, several are reduced in their order. All have
             the extent of `box`.
         op: ``"sum"``, ``"prod"``, ``"min"`` or ``"max"`` if there are several parts.
-
-    Raises:
-        ShapeError: If there are no parts, or one of another extent.
-        ReduceOpError: If there are several and no such `op`.
     """
 
     box: Box
     parts: tuple[Part, ...]
     op: str = ""
-
-    def __post_init__(self) -> None:
-        if not is_box(self.box) or not self.parts:
-            raise ShapeError(
-                f"what is taken goes into a box, 0 <= start <= stop on each axis, and has at least "
-                f"one part; got {self.box} and {len(self.parts)} parts"
-            )
-        size = extent(self.box)
-        for part in self.parts:
-            if extent(part.box) != size:
-                raise ShapeError(
-                    f"all parts have the extent of the box that they go into, {size}; the part "
-                    f"of rank {part.rank} has {extent(part.box)}"
-                )
-        if self.op not in _OPS and (self.op or len(self.parts) > 1):
-            raise ReduceOpError(
-                f"{len(self.parts)} parts are reduced by one of {', '.join(_OPS)}, got {self.op!r}"
-            )
 
     @property
     def reduces(self) -> bool:
@@ -341,19 +292,10 @@ class Give:
     Attributes:
         rank: The other.
         box: The box that this one's part has in the other's take.
-
-    Raises:
-        ShapeError: If the box is none.
     """
 
     rank: int
     box: Box
-
-    def __post_init__(self) -> None:
-        if not is_box(self.box):
-            raise ShapeError(
-                f"a box has 0 <= start <= stop on each axis; got {self.box} for rank {self.rank}"
-            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -372,10 +314,6 @@ class Regions:
     takes: tuple[Take, ...] = ()
     gives: tuple[Give, ...] = ()
     _prepared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "takes", tuple(self.takes))
-        object.__setattr__(self, "gives", tuple(self.gives))
 
     def prepared(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` gives, from the last time if it was asked for by this key."""

@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 
 from mpimesh.arguments import as_reduce_op
-from mpimesh.errors import LayoutError, ShapeError, on_all_ranks
+from mpimesh.errors import LayoutError, ShapeError
 from mpimesh.layout.layout import Layout
 from mpimesh.layout.placement import Partial, Placement, PlacementSpec, Replicate, Shard
 from mpimesh.layout.redistribution import plan_redistribution
@@ -181,11 +181,9 @@ def broadcast_shape(shapes: Sequence[Shape], what: str = "operands") -> Shape:
     try:
         return np.broadcast_shapes(*shapes)
     except ValueError:
-        raise on_all_ranks(
-            ShapeError(
-                f"{what} of shapes {', '.join(map(str, shapes))} do not broadcast: counted from "
-                "the last, axes must be of one length, or of length 1"
-            )
+        raise ShapeError.everywhere(
+            f"{what} of shapes {', '.join(map(str, shapes))} do not broadcast: counted from "
+            "the last, axes must be of one length, or of length 1"
         ) from None
 
 
@@ -310,11 +308,9 @@ def contraction(
             if before == 1:
                 lengths[letter] = length
             elif length not in (1, before):
-                raise on_all_ranks(
-                    ShapeError(
-                        f"{what} of shapes {', '.join(map(str, shapes))}: axes that run together "
-                        f"have lengths {before} and {length}"
-                    )
+                raise ShapeError.everywhere(
+                    f"{what} of shapes {', '.join(map(str, shapes))}: axes that run together "
+                    f"have lengths {before} and {length}"
                 )
     inputs = tuple(
         tuple(
@@ -339,16 +335,14 @@ def matmul_pattern(a: Shape, b: Shape, *, op: str = "sum", linear: bool = True) 
         ShapeError: If they do not fit, or one has no axes.
     """
     if not a or not b:
-        raise on_all_ranks(
-            ShapeError(f"a matrix product needs arrays with axes, got shapes {a} and {b}; use *")
+        raise ShapeError.everywhere(
+            f"a matrix product needs arrays with axes, got shapes {a} and {b}; use *"
         )
     inner = b[-2] if len(b) > 1 else b[-1]
     if a[-1] != inner:
-        raise on_all_ranks(
-            ShapeError(
-                f"a matrix product of shapes {a} and {b} needs axes of one length: the last of the "
-                f"first has {a[-1]}, and axis {max(len(b) - 2, 0)} of the second {inner}"
-            )
+        raise ShapeError.everywhere(
+            f"a matrix product of shapes {a} and {b} needs axes of one length: the last of the "
+            f"first has {a[-1]}, and axis {max(len(b) - 2, 0)} of the second {inner}"
         )
     batch = broadcast_shape([a[:-2], b[:-2]], "batches of a matrix product")
     row, column, between = len(batch), len(batch) + 1, len(batch) + 2
@@ -407,7 +401,7 @@ def _axes(term: str, ndim: int, subscripts: str) -> tuple[str, int, str]:
 
 
 def _wrong(subscripts: str, why: str) -> ShapeError:
-    return on_all_ranks(ShapeError(f"einsum cannot do {subscripts!r}: {why}"))
+    return ShapeError.everywhere(f"einsum cannot do {subscripts!r}: {why}")
 
 
 _MOST_TRIED = 150
@@ -417,13 +411,8 @@ _ROUNDS = 4
 """Number of times that every dim is looked at again."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """The choice of one mesh dim: a spec for each operand and for the result."""
-
-    inputs: tuple[PlacementSpec, ...]
-    output: PlacementSpec
-
+_Choice: TypeAlias = tuple[PlacementSpec, ...]
+"""The choice of one mesh dim: a spec for each operand, and at last for the result."""
 
 _Price = tuple[float, int]
 
@@ -453,12 +442,10 @@ def rule_for(
     Cost:
         Some planning once; the answer is cached.
     """
-    choices = [_choices(dim, operands, pattern, goal) for dim in range(mesh.ndim)]
+    choices, count = [_choices(d, operands, pattern, goal) for d in range(mesh.ndim)], len(operands)
 
     def price(picked: Sequence[_Choice]) -> _Price | None:
-        return _price(
-            mesh, operands, pattern, shape, itemsize, goal, _picked_rule(operands, picked)
-        )
+        return _price(mesh, operands, pattern, shape, itemsize, goal, _picked_rule(picked, count))
 
     if prod(map(len, choices)) <= _MOST_TRIED:
         best = _best(product(*choices), price)
@@ -466,7 +453,7 @@ def rule_for(
         starts = [[row[0] for row in choices]]
         starts += [_kept(number, one, choices) for number, one in enumerate(operands)]
         best = _best([_bettered(start, choices, price) for start in starts], price)
-    return _picked_rule(operands, best)
+    return _picked_rule(best, count)
 
 
 def _best(
@@ -487,7 +474,7 @@ def _best(
 def _kept(number: int, operand: Operand, choices: Sequence[Sequence[_Choice]]) -> list[_Choice]:
     """Return what leaves one operand where it is, on all dims that can."""
     return [
-        next((one for one in row if one.inputs[number] == spec), row[0])
+        next((one for one in row if one[number] == spec), row[0])
         for row, spec in zip(choices, operand.placement, strict=True)
     ]
 
@@ -512,9 +499,8 @@ def _choices(
     dim: int, operands: Sequence[Operand], pattern: Pattern, goal: Placement | None
 ) -> list[_Choice]:
     """Return what one mesh dim could do; first that all is whole."""
-    whole = (Replicate(),) * len(operands)
     specs = [operand.placement[dim] for operand in operands]
-    choices = [_Choice(whole, Replicate())]
+    choices: list[_Choice] = [(Replicate(),) * (len(operands) + 1)]
     choices += _summand_choices(specs, pattern)
     ends = [] if goal is None else [goal[dim]]
     for letter in _letters_in_use(operands, pattern, goal):
@@ -528,7 +514,7 @@ def _choices(
                 if letter in pattern.output
                 else Partial(as_reduce_op(pattern.op))
             )
-            choices.append(_Choice(inputs, output))
+            choices.append((*inputs, output))
     return choices
 
 
@@ -544,11 +530,12 @@ def _summand_choices(specs: Sequence[PlacementSpec], pattern: Pattern) -> Iterat
             continue  # as many bytes would move as to sum them up
         for op in ops:
             if op in linear.ops:
-                inputs = tuple(
-                    Partial(as_reduce_op(op)) if number in linear.operands else Replicate()
+                summand = Partial(as_reduce_op(op))
+                inputs = [
+                    summand if number in linear.operands else Replicate()
                     for number in range(len(specs))
-                )
-                yield _Choice(inputs, Partial(as_reduce_op(op)))
+                ]
+                yield (*inputs, summand)
 
 
 def _letters_in_use(
@@ -583,14 +570,10 @@ def _sizes(
     return list({**letters, None: None})
 
 
-def _picked_rule(operands: Sequence[Operand], picked: Sequence[_Choice]) -> OpRule:
-    return OpRule(
-        tuple(
-            Placement([choice.inputs[number] for choice in picked])
-            for number in range(len(operands))
-        ),
-        Placement([choice.output for choice in picked]),
-    )
+def _picked_rule(picked: Sequence[_Choice], count: int) -> OpRule:
+    """Return the rule for `count` operands by the choices of all dims."""
+    *inputs, output = (Placement([one[number] for one in picked]) for number in range(count + 1))
+    return OpRule(tuple(inputs), output)
 
 
 def _price(

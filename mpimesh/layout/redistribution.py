@@ -27,7 +27,6 @@ from mpimesh.layout.strategies import (
 )
 from mpimesh.layout.tiling import Cut, Integers, Tiling, places_of
 from mpimesh.layout.two_levels import Exchange, InterNode, IntraNode, crossing
-from mpimesh.mesh import Mesh
 from mpimesh.trace import html
 
 __all__ = ["RedistributionPlan", "Stage", "plan_redistribution"]
@@ -137,13 +136,13 @@ class RedistributionPlan:
     def received_bytes(self, rank: int) -> int:
         """Return the bytes that `rank` gets from others."""
         if (table := _all_reduced(self)) is not None:
-            return table.of(rank)[0]
+            return self._of(rank, table[0])
         return self.itemsize * sum(_received(phase, rank)[0] for phase in self.phases)
 
     def sent_bytes(self, rank: int) -> int:
         """Return the bytes that others get from `rank`."""
         if (table := _all_reduced(self)) is not None:
-            return table.of(rank)[0]  # each rank gives as much as it gets
+            return self._of(rank, table[0])  # each rank gives as much as it gets
         return self.itemsize * sum(
             volume(box) for phase in self.phases for _, box in phase.gives(rank)
         )
@@ -151,8 +150,13 @@ class RedistributionPlan:
     def messages(self, rank: int) -> int:
         """Return how many boxes `rank` gets from others."""
         if (table := _all_reduced(self)) is not None:
-            return table.of(rank)[1]
+            return self._of(rank, table[1])
         return sum(_received(phase, rank)[1] for phase in self.phases)
+
+    def _of(self, rank: int, counts: Integers) -> int:
+        """Return the count of one rank; 0 if it is not in the target's mesh."""
+        mesh = self.target.mesh
+        return int(counts[mesh.offset_of(rank)]) if mesh.contains_rank(rank) else 0
 
     def peak_bytes(self, rank: int, *, max_bytes: int = 0) -> int:
         """Return the most memory that `rank` needs at once, its old block included.
@@ -368,25 +372,9 @@ def _collective(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    """Bytes and messages that each rank of a mesh gets, in row-major order."""
-
-    mesh: Mesh
-    nbytes: Integers
-    messages: Integers
-
-    def of(self, rank: int) -> tuple[int, int]:
-        """Return those of one rank; none if it is not in the mesh."""
-        if not self.mesh.contains_rank(rank):
-            return 0, 0
-        offset = self.mesh.offset_of(rank)
-        return int(self.nbytes[offset]), int(self.messages[offset])
-
-
 @lru_cache(maxsize=256)
-def _all_reduced(plan: RedistributionPlan) -> _Counts | None:
-    """Return what an all-reduce that does it counts as; None if something else does it.
+def _all_reduced(plan: RedistributionPlan) -> tuple[Integers, Integers] | None:
+    """Return the traffic of an all-reduce that does it; None if something else does it.
 
     As the traffic of a mesh is counted: the bytes of a block fall into a part for each rank. A rank
     gets its own part of each other rank's summands, and of the result the parts of the others.
@@ -401,13 +389,13 @@ def _all_reduced(plan: RedistributionPlan) -> _Counts | None:
     nbytes = np.array(blocks, np.int64) * plan.itemsize
     own = nbytes // size + (place < nbytes % size)
     parts = np.minimum(nbytes, size) + (size - 2) * (own > 0)
-    return _Counts(mesh, nbytes + (size - 2) * own, parts)
+    return nbytes + (size - 2) * own, parts
 
 
 @lru_cache(maxsize=256)
 def _totals(plan: RedistributionPlan) -> tuple[int, int]:
     if (table := _all_reduced(plan)) is not None:
-        return int(table.nbytes.sum()), int(table.messages.sum())
+        return int(table[0].sum()), int(table[1].sum())
     rows = [phase.received() for phase in plan.phases]
     elements, messages = (sum(int(column.sum()) for column in both) for both in zip(*rows))  # noqa: B905
     return elements * plan.itemsize, messages
@@ -416,7 +404,7 @@ def _totals(plan: RedistributionPlan) -> tuple[int, int]:
 @lru_cache(maxsize=256)
 def _traffic(plan: RedistributionPlan) -> tuple[Integers, Integers]:
     if (table := _all_reduced(plan)) is not None:
-        return table.nbytes, table.messages
+        return table
     ranks = places_of(plan.target.mesh).ranks
     nbytes = np.zeros(len(ranks), np.int64)
     messages = nbytes.copy()

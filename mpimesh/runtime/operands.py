@@ -26,7 +26,7 @@ from mpimesh.arrays import (
     to_numpy,
 )
 from mpimesh.comm import Communicator, Steps
-from mpimesh.errors import DTypeError, ShapeError
+from mpimesh.errors import AxisError, DTypeError, ShapeError
 from mpimesh.runtime.agreement import compare
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.world import current_world
@@ -125,18 +125,18 @@ def _overlaps(out: Array) -> bool:
 # -- blocks along an axis ------------------------------------------------------------------------
 
 
-def normal_axis(axis: int, ndim: int, *, what: str = "axis") -> int:
+def normal_axis(axis: Any, ndim: int, what: str = "axis") -> int:
     """Return `axis` counted from the front.
 
     Raises:
-        ShapeError: If an array of `ndim` axes has no such axis.
+        AxisError: If an array of `ndim` axes has no such axis.
     """
     try:
         place = operator.index(axis)
     except TypeError:
-        raise ShapeError(f"{what} must be a whole number, got {axis!r}") from None
+        raise AxisError(f"{what} must be a whole number, got {axis!r}") from None
     if not -ndim <= place < ndim:
-        raise ShapeError(f"{what} {place} does not exist in an array with {ndim} axes")
+        raise AxisError(f"{what} {place} does not exist in an array with {ndim} axes")
     return place % ndim
 
 

@@ -1,50 +1,11 @@
-"""Boxes and exchanges of regions as values."""
+"""Boxes as values."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import pytest
 from hypothesis import given, strategies as st
 
-from mpimesh.errors import ReduceOpError, ShapeError
-from mpimesh.layout import Give, Part, Take
 from mpimesh.layout.boxes import flat_fragments, global_box, local_box, run_start, tiles, view
-from tests.helpers.raises import raises
-
-WITH_STEP: Any = ((0, 4, 2),)
-
-
-@pytest.mark.parametrize(
-    ("make_it", "error", "values"),
-    [
-        (lambda: Part(3, (4,), ((2, 5),)), ShapeError, ((2, 5), (4,), "rank 3")),
-        (lambda: Part(0, (4,), WITH_STEP), ShapeError, ((0, 4, 2), (4,), "rank 0")),
-        (lambda: Part(0, (4,), ((3, 2),)), ShapeError, ((3, 2), (4,), "rank 0")),
-        (lambda: Part(0, (4, 4), ((0, 2),)), ShapeError, ((0, 2), (4, 4), "rank 0")),
-        (lambda: Give(1, ((-1, 2),)), ShapeError, ((-1, 2), "rank 1")),
-        (lambda: Take(((0, 1),), ()), ShapeError, ((0, 1), "0 parts")),
-        (
-            lambda: Take(((0, 2),), (Part(1, (4,), ((0, 3),)),)),
-            ShapeError,
-            ((2,), (3,), "rank 1"),
-        ),
-        (
-            lambda: Take(((0, 1),), (Part(0, (1,), ((0, 1),)),) * 2),
-            ReduceOpError,
-            ("sum, prod, min, max", "''"),
-        ),
-        (
-            lambda: Take(((0, 1),), (Part(0, (1,), ((0, 1),)),) * 2, "mean"),
-            ReduceOpError,
-            ("sum, prod, min, max", "'mean'"),
-        ),
-    ],
-)
-def test_values_that_are_none(make_it, error, values):
-    with raises(error, *values):
-        make_it()
 
 
 @given(st.data(), st.lists(st.integers(1, 5), max_size=4))

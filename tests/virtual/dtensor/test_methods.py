@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.errors import DTypeError, LayoutError, ShapeError
+from mpimesh.errors import DTypeError, LayoutError, NoRuleError, ShapeError
 from tests.helpers.dtensor_check import agree, numbers, on, placements_of, raises_alike, same, split
 from tests.helpers.rule_fuzz import check
 
@@ -64,6 +64,55 @@ def test_in_place():
                 assert x.layout.text == f"a={place}"
 
     mm.run_virtual(2, main)
+
+
+RESULTS: list[Any] = [
+    lambda x, **how: np.cumsum(x, 1, **how),
+    lambda x, **how: np.cumprod(x, 0, None, *how.values()),
+    lambda x, **how: np.nancumsum(x, axis=0, **how),
+    lambda x, **how: np.cumulative_sum(x, axis=1, **how),
+    lambda x, **how: np.take(x, [3, 0, 1, 2], axis=0, **how),
+    lambda x, **how: np.compress([True] * 4, x, 0, **how),
+    lambda x, **how: np.concatenate([x[:1], x[1:]], **how),
+    lambda x, **how: np.stack([x[0], x[1], x[2], x[3]], **how),
+    lambda x, **how: np.fft.ifft(x, **how).real if not how else np.fft.ifft(x, **how),
+    lambda x, **how: np.round(x, 0, *how.values()),
+    lambda x, **how: np.median(x[None], 0, **how),
+]
+
+
+@pytest.mark.parametrize("function", RESULTS)
+def test_results_go_into_out_in_its_layout(function):
+    numbers = np.arange(12.0).reshape(4, 3)
+    expected = function(numbers)
+
+    def main(mesh):
+        x = mm.distribute(numbers, mesh, "S0")
+        kind = complex if function is RESULTS[8] else float
+        out = mm.zeros((4, 3), mesh, "S1", dtype=kind)
+        assert function(x, out=out) is out
+        assert out.layout.text == "a=S1"
+        np.testing.assert_allclose(out.full().real, expected, atol=1e-12)
+
+    on("a=2", main)
+
+
+@pytest.mark.parametrize(
+    ("call", "option"),
+    [
+        (lambda x: np.unique(x, axis=0), "axis"),
+        (lambda x: np.diff(x, prepend=1.0), "prepend"),
+        (lambda x: np.sort(x, order="a"), "order"),
+        (lambda x: np.searchsorted(x[:, 0], 1.0, "left", [0, 1, 2, 3]), "sorter"),
+        (lambda x: np.linspace(x, x, retstep=True), "retstep"),
+    ],
+)
+def test_options_without_a_rule_are_refused_by_name(call, option):
+    def main(mesh):
+        with pytest.raises(NoRuleError, match=rf"numpy\.\w+ of split arrays takes no {option}"):
+            call(mm.zeros((4, 3), mesh, "S0"))
+
+    on("a=2", main)
 
 
 def test_facts_and_numbers():
