@@ -468,6 +468,17 @@ def test_names_are_there(page):
 
 @pytest.mark.thin(1)
 @pytest.mark.parametrize("page", PAGES, ids=str)
+def test_files_that_are_named_are_there(page):
+    """Whatever stands in the text as `room/file.py`, in the library or beside it."""
+    named = re.findall(r"`((?:[a-z_]+/)+\w+\.pyi?)`", (ROOT / page).read_text())
+    missing = [
+        one for one in named if not ((ROOT / one).is_file() or (ROOT / "mpimesh" / one).is_file())
+    ]
+    assert not missing, f"{page}: {missing}"
+
+
+@pytest.mark.thin(1)
+@pytest.mark.parametrize("page", PAGES, ids=str)
 def test_links_lead_to_files(page):
     links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", (ROOT / page).read_text())
     missing = [link for link in links if not (ROOT / page.parent / link).exists()]
