@@ -32,6 +32,7 @@ from mpimesh.dtensor.redistribute import (
 from mpimesh.errors import (
     DTypeError,
     LayoutError,
+    MpimeshError,
     NoRuleError,
     RankError,
     ShapeError,
@@ -43,8 +44,9 @@ from mpimesh.layout import (
     RedistributionPlan,
     Replicate,
 )
-from mpimesh.mesh import Mesh
+from mpimesh.mesh import WORLD, Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
+from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import host_array
 from mpimesh.runtime.persistent import Persistent
 from mpimesh.trace import html
@@ -402,12 +404,18 @@ class DTensor(Methods):
             The array; None on ranks that do not get it.
 
         Raises:
-            RankError: If `root` is not in the mesh.
+            RankError: If `root` is not in the mesh. If that is so on some ranks only, the others
+                get a MismatchError with ``MPIMESH_CHECKS`` on; without, they wait until those end.
         """
         if root is None:
             target = fitting_layout(self.mesh, (Replicate(),) * self.mesh.ndim, self.shape)
         else:
-            self.layout.mesh.offset_of(root)  # refuses one that is not there
+            try:
+                self.layout.mesh.offset_of(root)
+            except MpimeshError as error:
+                if self.is_member:
+                    self.mesh.group()._core.poison(Call("full", WORLD), error)
+                raise
             target = Layout(Mesh((), [root]), ())
         if not self.is_member:
             return None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpimesh.arguments import as_flag, as_int, as_shape
+from mpimesh.arguments import as_flag, as_int, as_shape, shown
 from mpimesh.arrays import (
     Array,
     DType,
@@ -366,7 +366,8 @@ def _check_peer(group: GroupCore, rank: int, what: str, tag: int) -> None:
     mine = group.member("send" if what == "dest" else "recv")
     if group.check_rank(rank, what) == mine:
         raise RankError(f"{what} is this rank, {mine}, of group {group.name!r}; use a copy")
-    as_int(tag, "tag", RankError, least=0, most=MAX_TAG)
+    if not isinstance(tag, int | np.integer) or not 0 <= tag <= MAX_TAG:
+        raise RankError(f"tag must be a whole number from 0 to {MAX_TAG}, got {shown(tag)}")
 
 
 def _parcel(group: GroupCore, data: Array) -> list[Array]:

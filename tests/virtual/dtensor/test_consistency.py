@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.errors import MismatchError
+from mpimesh.errors import MismatchError, RankError
 from tests.helpers.raises import raises
 
 
@@ -32,5 +32,23 @@ def test_a_long_range_costs_nothing(monkeypatch):
             x = mm.distribute(np.ones(4), mesh, "S0")
             with pytest.raises((MemoryError, TypeError, ValueError)):
                 np.add(x, range(10**15))
+
+    mm.run_virtual(2, main)
+
+
+@pytest.mark.parametrize("root", [2, -1])
+def test_a_root_that_is_wrong_on_one_rank_ends_all(root, monkeypatch):
+    monkeypatch.setenv("MPIMESH_CHECKS", "1")
+
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            x = mm.distribute(np.ones(4), mesh, "S0")
+            if mesh.rank:
+                with raises(MismatchError, "rank 0", "full", "raised RankError"):
+                    x.full(root=0)
+            else:
+                with raises(RankError):
+                    x.full(root=root)
+            assert np.array_equal(x.full(), np.ones(4))
 
     mm.run_virtual(2, main)
