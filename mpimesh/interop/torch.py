@@ -63,7 +63,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import Array, HostArray, to_numpy
+from mpimesh.arrays import Array, HostArray
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.interop.torch_tensors import (
     TorchParameter,
@@ -503,11 +503,11 @@ def full_state_dict(model: ParallelModel, root: torch.nn.Module) -> dict[str, to
                 continue
             collected.update(names[name])
             mine = as_array(value).copy() if number in engine.local else None
-            whole = engine.pipe.broadcast(mine, root=None).resolve()
+            whole: Array = engine.everywhere(mine, name)
             if name in buffers:  # those of replicas differ
                 whole = engine.data.broadcast(whole, root=0).resolve()
             for place in names[name]:
-                state[place] = as_tensor(to_numpy(whole)).clone()
+                state[place] = as_tensor(whole).clone()
     return state
 
 

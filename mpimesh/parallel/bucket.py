@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -129,9 +128,9 @@ def share_values(
         return SharedValues(tuple(parameters), values, [], part, is_whole)
     if not is_whole:
         part = slice(0, size if sources[group.rank or 0] == group.rank else 0)
-    written = partial(group.barrier, label=label)  # before it they are not all there
-    views = _moved(parameters, values, part, written)
-    return SharedValues(tuple(parameters), values, views, part, is_whole)
+    _copy(parameters, part, values[part])
+    group.barrier(label=label)  # before it they are not all there
+    return SharedValues(tuple(parameters), values, _shown(parameters, values), part, is_whole)
 
 
 def share_frozen(parameters: Iterable[Parameter], group: ProcessGroup) -> list[SharedValues]:
@@ -151,19 +150,6 @@ def share_frozen(parameters: Iterable[Parameter], group: ProcessGroup) -> list[S
         label = "values of frozen parameters"
         shared.append(share_values(frozen, group, part, turn=turn, label=label))
     return shared
-
-
-def _moved(
-    parameters: Sequence[Parameter],
-    values: Array,
-    part: slice,
-    written: Callable[[], None] | None = None,
-) -> list[Array]:
-    """Write values of parameters into `part` of flat memory, and let them be views of it."""
-    _copy(parameters, part, values[part])
-    if written is not None:
-        written()
-    return _shown(parameters, values)
 
 
 def _shown(parameters: Sequence[Parameter], flat: Array) -> list[Array]:
@@ -217,23 +203,6 @@ class BucketShard:
             memory; of a node's the ranks of the node have different ones.
     """
 
-    __slots__ = (
-        "_gather",
-        "_outgoing",
-        "dtype",
-        "is_whole",
-        "memory",
-        "own",
-        "parameters",
-        "part",
-        "sizes",
-        "stage",
-        "values",
-        "views",
-        "written",
-        "xp",
-    )
-
     def __init__(
         self,
         parameters: Sequence[Parameter],
@@ -277,7 +246,8 @@ class BucketShard:
                 self.values, self.written = shared.memory, shared.part
         elif not by_layer:
             self.values = xp.empty(size, dtype)
-            self.views = _moved(parameters, self.values, slice(0, size))
+            _copy(parameters, slice(0, size), self.values)
+            self.views = _shown(parameters, self.values)
         if self.values is None:
             self.written = self.part
             # Others read it, as they do the memory of sums.
@@ -353,26 +323,6 @@ class Bucket:
         handle: The reduction under way; None if there is none.
         incomplete: How many of the gradients are not complete in this cycle.
     """
-
-    __slots__ = (
-        "_foreign",
-        "_label",
-        "_marks",
-        "_op",
-        "_pool",
-        "_reduction",
-        "_start_s",
-        "_views",
-        "dtype",
-        "flat",
-        "group",
-        "handle",
-        "incomplete",
-        "name",
-        "parameters",
-        "shard",
-        "size",
-    )
 
     def __init__(
         self,
@@ -513,11 +463,6 @@ class Bucket:
             if self._pool is not None:
                 self.flat = None
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether it has memory for its reduction only."""
-        return self._pool is not None
-
     def _packed(self) -> Array:
         """Take memory, move the gradients into it, and let go of theirs."""
         xp = np if self.shard is None else self.shard.xp
@@ -599,7 +544,7 @@ class Reductions:
 
     def _start_next(self) -> None:
         bucket = self.buckets[self.started]
-        if bucket.is_packed:
+        if bucket.flat is None:  # it has memory for its reduction only
             while self.started - self._moving >= _MOST_PACKED:
                 self._wait_for(self.buckets[self._moving])
                 self._moving += 1

@@ -47,7 +47,7 @@ from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import as_parameters, float_dtype
 from mpimesh.parallel.bucket import Bucket, Reductions
 from mpimesh.parallel.bucket_plan import BucketTuning, Plan, plan_buckets, tuned_plan
-from mpimesh.parallel.replicas import agree_parameters, agree_touched, live_mesh
+from mpimesh.parallel.replicas import agree_texts, agree_touched, describe, live_mesh
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.trace import NULL_TRACER, Tracer
@@ -215,7 +215,7 @@ class GradientBuckets:
         self._entries, self._frozen = _make_entries(listed, names, group, groups, wide)
         entries = [*self._entries.values()]
         rule = f"{self._op}, bucket_bytes {bucket_bytes}, plan {plan}, grad_dtype {grad_dtype}"
-        agree_parameters([(entry.name, entry.parameter) for entry in entries], group, rule)
+        agree_texts([describe(entry.parameter, entry.name) for entry in entries], group, rule)
         self._mesh = mesh
         own, late = self._make_buckets(entries, bucket_bytes, plan)
         self._line, self._late = Reductions(own, tracer), Reductions(late, tracer)

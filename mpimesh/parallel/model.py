@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -299,16 +299,11 @@ class ParallelModel:
         """
         engine = self._engine
         engine.check_ready()
-        # Of the ranks that hold a tied parameter, the first one gives it.
-        local = {id(parameter) for parameter in self.parameters()}
-        local -= {id(parameter) for parameter in engine.ties.copies}
+        given = engine.parameters_to_give()
         with engine.layer_values.whole():
             return {
-                name: to_numpy(
-                    engine.pipe.broadcast(
-                        engine.tensor.whole(parameter) if id(parameter) in local else None,
-                        root=None,
-                    ).resolve()
+                name: engine.everywhere(
+                    engine.tensor.whole(parameter) if name in given else None, f"parameter {name}"
                 )
                 for name, parameter in engine.named_parameters(everywhere=True)
             }
@@ -576,8 +571,11 @@ def _over_replicas(engine: TrainingEngine, outputs: list[Tree], sizes: list[int]
 
 def _or_empty(engine: TrainingEngine, outputs: list[Tree]) -> Tree:
     """Return the output; where a replica had no rows, no rows of what the others have."""
-    mine = [_interface(output).to_json() for output in outputs]
-    known = next(filter(None, _tell(engine.data, mine, "the shapes of outputs")))
+    mine = []
+    for leaves, structure in map(flatten, outputs):
+        rows = (Leaf(tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves)
+        mine.append(Interface(structure, tuple(rows)).to_json())
+    known = next(filter(None, agree(engine.data, "the shapes of outputs", mine)))
     if outputs:
         return outputs[0]
     interface = Interface.from_json(known[0])
@@ -589,7 +587,7 @@ def _or_empty(engine: TrainingEngine, outputs: list[Tree]) -> Tree:
 def _given_to_all(engine: TrainingEngine, group: ProcessGroup, outputs: list[Tree]) -> list[Tree]:
     """Return what all ranks of a group have together, in the order of the ranks."""
     mine = [flatten(output)[1].to_json() for output in outputs]
-    everyone = _tell(group, mine, "the structure of outputs")
+    everyone = agree(group, "the structure of outputs", mine)
     taken = []
     for rank, structures in enumerate(everyone):
         for place, text in enumerate(structures):
@@ -602,12 +600,3 @@ def _given_to_all(engine: TrainingEngine, group: ProcessGroup, outputs: list[Tre
         structure.unflatten([engine.xp.asarray(handle.resolve()) for handle in handles])
         for structure, handles in taken
     ]
-
-
-def _tell(group: ProcessGroup, mine: object, what: str) -> list[Any]:
-    return agree(group, what, mine)
-
-
-def _interface(output: Tree) -> Interface:
-    leaves, structure = flatten(output)
-    return Interface(structure, tuple(Leaf(tuple(x.shape[1:]), x.dtype) for x in leaves))

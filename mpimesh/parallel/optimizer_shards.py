@@ -72,11 +72,6 @@ class LentOptimizer:
     parameters: tuple[Parameter, ...]
     decays: tuple[bool, ...]
 
-    @classmethod
-    def of(cls, optimizer: Optimizer) -> LentOptimizer:
-        """Return what an optimizer has before it is lent."""
-        return cls(optimizer, tuple(optimizer.params), tuple(optimizer.decays))
-
 
 def places_of(lent: Sequence[LentOptimizer]) -> dict[int, tuple[int, int]]:
     """Return by its id the number of each parameter's optimizer, and its place there."""

@@ -23,8 +23,7 @@ from mpimesh.parallel.optimizer_shards import (
 from mpimesh.parallel.states import (
     agree_optimizers,
     agree_states,
-    flat_state,
-    full_states,
+    full_state,
     is_finite,
     optimizers_parts,
     optimizers_target,
@@ -143,7 +142,9 @@ class ParallelOptimizer:
         scope = engine.scope
         agree_alike(scope, "ParallelOptimizer", self._checked_rule)
         agree_optimizers(self._optimizers, engine)
-        self._lent = [LentOptimizer.of(one) for one in self._optimizers]
+        self._lent = [
+            LentOptimizer(one, tuple(one.params), tuple(one.decays)) for one in self._optimizers
+        ]
         self._clipped = None
         what = "start of the step" if scaler is None else "overflow of gradients"
         self._together = scope if scaler is None else self._agreeing
@@ -317,8 +318,8 @@ class ParallelOptimizer:
             all-gather of each that is split. The state of the whole model has room on every rank.
         """
         self._check_ready()
-        states = full_states(self._engine, self._lent, self._pieces.whole_states())
-        return flat_state(states, self._engine.step, single=self._single)
+        whole = self._pieces.whole_states()
+        return full_state(self._engine, self._lent, whole, single=self._single)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Take over a state; all of it or, on an error on any rank, nothing. Collective.

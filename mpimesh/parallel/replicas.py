@@ -20,7 +20,7 @@ from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 
 __all__ = [
-    "agree_parameters",
+    "agree_texts",
     "agree_together",
     "agree_touched",
     "agree_values",
@@ -166,17 +166,14 @@ def describe(parameter: Parameter, name: str) -> str:
     return f"{name} {parameter.shape} {parameter.dtype}"
 
 
-def agree_parameters(
-    named: Sequence[tuple[str, Parameter]], group: ProcessGroup, rule: str
-) -> None:
-    """Return if all ranks of `group` have parameters of the same names, shapes and dtypes.
-
-    Collective.
+def agree_texts(texts: list[str], group: ProcessGroup, rule: str, cure: str = "") -> None:
+    """Return if all ranks of `group` describe their parameters alike. Collective.
 
     Args:
-        named: This rank's parameters, in its order.
+        texts: What this rank says of each, in its order, such as :func:`describe` gives.
         group: The replicas.
         rule: What else must agree.
+        cure: What to do where they do not.
 
     Raises:
         MismatchError: On every rank, naming the first parameter that differs.
@@ -184,27 +181,28 @@ def agree_parameters(
     Cost:
         One all-reduce of 40 bytes.
     """
-    _agree([describe(parameter, name) for name, parameter in named], group, rule)
+    differs = difference(texts, group, Call("parameters", group.name, rule=rule))
+    if differs is not None:
+        place, rows = differs
+        advice = f"\n{cure}" if cure else ""
+        raise on_all_ranks(
+            MismatchError(
+                f"the ranks of group {group.name!r} must have the same parameters, but "
+                f"parameter {place} is\n{rows}{advice}"
+            )
+        )
 
 
 def agree_values(
     named: Sequence[tuple[str, Parameter]], group: ProcessGroup, *, cure: str = ""
 ) -> None:
-    """Return if all ranks of `group` hold the same values, bit for bit. Collective.
-
-    Args:
-        named: This rank's parameters, in its order.
-        group: The replicas.
-        cure: What to do where they do not.
-
-    Raises:
-        MismatchError: On every rank, naming the first parameter that differs.
+    """Return if all ranks of `group` hold the same values, bit for bit; see :func:`agree_texts`.
 
     Cost:
         One all-reduce of 40 bytes, and reading all parameters once.
     """
-    texts = [f"{name} with values {digest(p)}" for name, p in named]
-    _agree(texts, group, "same values", cure)
+    texts = [f"{name} with values {digest(one)}" for name, one in named]
+    agree_texts(texts, group, "same values", cure)
 
 
 def agree_together(scope: ProcessGroup, questions: Sequence[Callable[[], None]]) -> None:
@@ -282,19 +280,6 @@ def difference(
             ranks = zip(group.ranks, row, strict=True)
             return place, "\n".join(f"  rank {rank}: {text}" for rank, text in ranks)
     return None
-
-
-def _agree(texts: list[str], group: ProcessGroup, rule: str, cure: str = "") -> None:
-    differs = difference(texts, group, Call("parameters", group.name, rule=rule))
-    if differs is not None:
-        place, rows = differs
-        advice = f"\n{cure}" if cure else ""
-        raise on_all_ranks(
-            MismatchError(
-                f"the ranks of group {group.name!r} must have the same parameters, but "
-                f"parameter {place} is\n{rows}{advice}"
-            )
-        )
 
 
 def digest(x: Parameter | Array) -> str:

@@ -7,14 +7,14 @@ it, and where the ranks of a node see values in one memory, each has those that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count as count_up, takewhile
 from typing import Any
 
 import numpy as np
 
 from mpimesh.arguments import as_int, shown
-from mpimesh.arrays import Array, namespace, to_numpy
+from mpimesh.arrays import Array, namespace
 from mpimesh.errors import MismatchError, ModuleError, MpimeshError, ShapeError
 from mpimesh.nn import Parameter
 from mpimesh.optim import LossScaler, Optimizer
@@ -42,8 +42,7 @@ from mpimesh.store.parts import Parts, Saved, Value
 __all__ = [
     "agree_optimizers",
     "agree_states",
-    "flat_state",
-    "full_states",
+    "full_state",
     "is_finite",
     "model_parts",
     "model_target",
@@ -56,85 +55,49 @@ __all__ = [
 _PARAMS = "params/"
 
 
-def full_states(
-    engine: TrainingEngine, lent: Sequence[LentOptimizer], states: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return the states of all parameters of a model, by name. Collective over its ranks.
+def full_state(
+    engine: TrainingEngine,
+    lent: Sequence[LentOptimizer],
+    states: Sequence[Mapping[str, Any]],
+    *,
+    single: bool,
+) -> dict[str, Any]:
+    """Return the states of all parameters of a model as one flat dict. Collective over its ranks.
 
     Args:
         engine: The model.
         lent: The optimizers.
         states: Their states, of this rank's whole parameters.
+        single: Whether there is one optimizer, not a list of them, whose names begin with numbers.
 
     Cost:
         Two broadcasts for each array, over the stages; and an all-gather of what is split.
     """
+    flat: dict[str, Any] = {"step": engine.step}
+    prefixes = [""] if single else [f"{number}/" for number in range(len(lent))]
+    for prefix, state in zip(prefixes, states, strict=True):
+        for name, value in state.items():
+            if name != "params":
+                flat[prefix + name] = np.array(value) if isinstance(value, tuple) else value
     places = places_of(lent)
-    # Of the ranks that hold a tied parameter, the first one gives it.
-    copies = {id(parameter) for parameter in engine.ties.copies}
-    mine: dict[str, tuple[int, int, list[str]]] = {}
-    for name, parameter in engine.named_parameters():
-        if id(parameter) in places and id(parameter) not in copies:
+    mine: dict[str, Mapping[str, Any]] = {}
+    facts: dict[str, tuple[int, int, list[str]]] = {}
+    for name, parameter in engine.parameters_to_give().items():
+        if id(parameter) in places:
             number, place = places[id(parameter)]
-            own = states[number]["params"][place]
-            mine[name] = number, int(own["steps"]), sorted(own.keys() - {"steps"})
-    pipe = engine.pipe
-    what = Call("full_state_dict", pipe.name)
-    described: dict[str, tuple[int, int, list[str]]] = {}
-    for stage in agree(pipe, what, mine):
-        described |= stage
-    params: list[dict[str, dict[str, Any]]] = [{} for _ in lent]
+            mine[name] = own = states[number]["params"][place]
+            facts[name] = number, int(own["steps"]), sorted(own.keys() - {"steps"})
+    stages = agree(engine.pipe, Call("full_state_dict", engine.pipe.name), facts)
+    described = {name: stated for stage in stages for name, stated in stage.items()}
     for name, parameter in engine.named_parameters(everywhere=True):
         if name not in described:
             continue
         number, steps, arrays = described[name]
-        params[number][name] = {"steps": steps}
+        key = f"{prefixes[number]}{_PARAMS}{name}"
+        flat[f"{key}/steps"] = steps
         for array in arrays:
-            part = None
-            if name in mine:
-                place = places[id(parameter)][1]
-                part = engine.tensor.whole(parameter, states[number]["params"][place][array])
-            label = f"{array} of {name}"
-            whole = pipe.broadcast(part, root=None, label=label).resolve()
-            params[number][name][array] = to_numpy(whole)
-    return [{**state, "params": own} for state, own in zip(states, params, strict=True)]
-
-
-def local_states(
-    engine: TrainingEngine, lent: Sequence[LentOptimizer], states: Sequence[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """Return what this rank holds of states by name; others are returned as they are. Local.
-
-    Raises:
-        ModuleError: If names are missing, or there are others than the model has, or something
-            is no array or no count of steps.
-        DTypeError: If an array is not of floating point.
-        ShapeError: If an array has another shape than its whole parameter.
-    """
-    return [
-        _local_state(engine, one, state)
-        if isinstance(state, Mapping) and isinstance(state.get("params"), Mapping)
-        else state
-        for one, state in zip(lent, states, strict=True)
-    ]
-
-
-def flat_state(states: Sequence[Mapping[str, Any]], step: int, *, single: bool) -> dict[str, Any]:
-    """Return states by name as one dict of arrays, numbers and texts. Local.
-
-    Args:
-        states: What :func:`full_states` gave.
-        step: The model's count of steps.
-        single: Whether there is one optimizer, not a list of them.
-    """
-    flat: dict[str, Any] = {"step": step}
-    for number, state in enumerate(states):
-        prefix = "" if single else f"{number}/"
-        for name, value in state.items():
-            if name != "params":
-                flat[prefix + name] = np.array(value) if isinstance(value, tuple) else value
-        for name, own in state["params"].items():
-            flat |= {f"{prefix}{_PARAMS}{name}/{key}": value for key, value in own.items()}
+            part = engine.tensor.whole(parameter, mine[name][array]) if name in mine else None
+            flat[f"{key}/{array}"] = engine.everywhere(part, f"{array} of {name}")
     return flat
 
 
@@ -149,9 +112,11 @@ def nested_states(state: Any, count: int) -> tuple[list[Any], int | None]:
         ModuleError: If there are more or less, or it is no state, or 'step' no count.
     """
     if isinstance(state, Mapping) and "params" not in state:
-        flat_values = {str(key): _plain(state[key]) for key in state}
-        numbered = map("{}/".format, count_up())
-        prefixes = [*takewhile(lambda prefix: f"{prefix}optimizer" in flat_values, numbered)]
+        flat_values = {str(key): state[key] for key in state}
+        for key, value in flat_values.items():  # np.load gives arrays for numbers and texts, too
+            if isinstance(value, np.ndarray) and not value.shape:
+                flat_values[key] = value.item()
+        prefixes = _prefixes(flat_values, "/")
         states: list[Any] = [_nested(flat_values, prefix) for prefix in prefixes or [""]]
         if prefixes and "step" in flat_values:
             states[0]["step"] = flat_values["step"]
@@ -187,11 +152,6 @@ def _nested(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         else:
             state[own] = tuple(value.tolist()) if isinstance(value, np.ndarray) else value
     return state
-
-
-def _plain(value: Any) -> Any:
-    """Return what np.load gives for a number or a text as that; arrays as they are."""
-    return value.item() if isinstance(value, np.ndarray) and not value.shape else value
 
 
 def _local_state(
@@ -385,9 +345,10 @@ def agree_states(
     step: int | None = None
     try:
         nested, step = nested_states(state, len(lent))
-        states = local_states(engine, lent, nested)
-        for one, own in zip(lent, states, strict=True):
-            one.optimizer.check_state(own, one.parameters)
+        for one, own in zip(lent, nested, strict=True):
+            by_name = isinstance(own, Mapping) and isinstance(own.get("params"), Mapping)
+            states.append(_local_state(engine, one, own) if by_name else own)
+            one.optimizer.check_state(states[-1], one.parameters)
     except MpimeshError as error:
         problem = error
     agree(engine.scope, _WHAT, problem=problem)
@@ -562,7 +523,7 @@ def optimizers_target(
     Raises:
         MpimeshError: If what is saved does not fit.
     """
-    prefixes = [*_prefixes(saved)] or [""]
+    prefixes = _prefixes(saved, ".") or [""]
     if len(prefixes) != len(lent):
         raise ModuleError(f"the state is of {len(prefixes)} optimizers, and there are {len(lent)}")
     scaling = {f"{_SCALER}{key}" for key in LossScaler().state_dict()} & saved.keys()
@@ -590,12 +551,11 @@ def optimizers_target(
     return wanted, found, {key.removeprefix(_SCALER): saved[key] for key in scaling}
 
 
-def _prefixes(saved: Mapping[str, object]) -> Iterator[str]:
-    """Yield how the names of each optimizer begin, where there are several."""
-    number = 0
-    while f"{number}.{OPTIMIZER}" in saved:
-        yield f"{number}."
-        number += 1
+def _prefixes(saved: Iterable[str], separator: str) -> list[str]:
+    """Return how the names of each optimizer begin, where there are several."""
+    names = {*saved}
+    numbered = (f"{number}{separator}" for number in count_up())
+    return [*takewhile(lambda prefix: f"{prefix}{OPTIMIZER}" in names, numbered)]
 
 
 def _spans_of_state(

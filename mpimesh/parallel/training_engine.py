@@ -13,7 +13,7 @@ from weakref import ReferenceType
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, as_real, shown
-from mpimesh.arrays import Array, HostArray
+from mpimesh.arrays import Array, HostArray, to_numpy
 from mpimesh.arrays.memory import SlotPool
 from mpimesh.errors import (
     MismatchError,
@@ -223,7 +223,7 @@ class TrainingEngine:
         self.is_given_back = False
         self.interfaces: dict[tuple[bool, tuple[int, ...]], dict[int, Interface]] = {}
         self.tasks: dict[Hashable, Task] = {}
-        self.pool = SlotPool(self._slot_memory)
+        self.pool = SlotPool(lambda nbytes: mesh.shared_empty(nbytes, np.uint8))
         self._in_backward: set[int] = set()  # local stages to whose gradients more may come
         problem: MpimeshError | None = None
         try:
@@ -337,6 +337,16 @@ class TrainingEngine:
             if everywhere or not self.local.keys().isdisjoint(numbers)
         ]
 
+    def everywhere(self, part: Array | None, label: str) -> HostArray:
+        """Return an array that one rank of the pipeline has, to each of them. Collective."""
+        whole: HostArray = to_numpy(self.pipe.broadcast(part, root=None, label=label).resolve())
+        return whole
+
+    def parameters_to_give(self) -> dict[str, Parameter]:
+        """Return this rank's parameters, but for those that an earlier rank has, too. Local."""
+        copies = {id(parameter) for parameter in self.ties.copies}
+        return {name: one for name, one in self.named_parameters() if id(one) not in copies}
+
     def set_step(self, step: object) -> None:
         """Go on counting training steps from `step`. Local.
 
@@ -400,7 +410,7 @@ class TrainingEngine:
             if not self.mesh.closed:
                 barrier()  # no rank reads any more
         self.buckets.close()
-        self._release(shared)
+        _release(shared)
         self.is_given_back = True
 
     def _shared_values(self) -> list[tuple[ProcessGroup, Array]]:
@@ -411,11 +421,6 @@ class TrainingEngine:
             if bucket.shard is not None and self.stage == 3 and bucket.shard.values is not None
         ]
         return [*shards, *((self.data, shared.memory) for shared in self.frozen_values)]
-
-    @staticmethod
-    def _release(shared: list[tuple[ProcessGroup, Array]]) -> None:
-        for group, values in shared:  # which no rank of the group reads any more
-            group._core.node_release(values)
 
     # -- in a step --------------------------------------------------------------------------
 
@@ -434,20 +439,12 @@ class TrainingEngine:
         return [self.tensor.notes(), self.layer_values.notes()]
 
     def finish_layers(self, notes: Mapping[int, list[list[Any]]]) -> None:
-        """Leave nothing of the layers of a failed step under way. Collective over the scope.
-
-        Args:
-            notes: Those of all ranks, by their numbers in the mesh.
-        """
+        """Leave nothing of a failed step under way, by the notes of all ranks. Collective."""
         for place, layers in enumerate((self.tensor, self.layer_values)):
             layers.finish({rank: each[place] for rank, each in notes.items()})
 
     def begin_gradients(self, num_microbatches: int, check_abort: Callable[[], None]) -> None:
-        """Announce the backwards of a step. Local.
-
-        Args:
-            num_microbatches: Their number.
-            check_abort: Raises if the step is to be left.
+        """Announce the backwards of a step, which `check_abort` raises to leave. Local.
 
         Raises:
             ModuleStateError: If gradients of another adder wait, which would be mixed with these.
@@ -577,7 +574,7 @@ class TrainingEngine:
             # What has moved no rank reads any more; what has not, such as values frozen before, has
             # moved with the frozen ones.
             self.scope.barrier(label="new values of parameters")
-            self._release(shared)
+            _release(shared)
         if resume is not None:
             resume()
         self.why_no_step = ""
@@ -627,9 +624,6 @@ class TrainingEngine:
             partial(self.tensor.agree_values, named),
         ]
 
-    def _slot_memory(self, nbytes: int) -> HostArray:
-        return self.mesh.shared_empty(nbytes, np.uint8)
-
     def _join_links(self) -> ModuleType:
         """Collective: tell where rows of loans begin, and whether this rank moves device memory.
 
@@ -639,8 +633,7 @@ class TrainingEngine:
         scope = self.scope
         on_device = self.xp is not np and self.pipe._core.moves_device_memory
         mine = {"on_device": on_device, "rows": self.links.lend()}
-        what = Call("pipeline", scope.name)
-        everyone = agree(scope, what, mine)
+        everyone = agree(scope, Call("pipeline", scope.name), mine)
         library = self.xp if all(one["on_device"] for one in everyone) else np
         place_of = {rank: place for place, rank in enumerate(self.pipe.ranks)}
         rows = {
@@ -694,3 +687,8 @@ class TrainingEngine:
             self.buckets = buckets
             self.divide(self.stage)
         return buckets
+
+
+def _release(shared: list[tuple[ProcessGroup, Array]]) -> None:
+    for group, values in shared:  # which no rank of the group reads any more
+        group._core.node_release(values)
