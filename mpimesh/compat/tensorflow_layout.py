@@ -121,25 +121,11 @@ class Mesh:
         if not local_devices and not global_devices:
             raise MeshError("Empty list of devices not allowed")
         check_spmd(use_xla_spmd)
-        dims = list(zip(dim_names, global_device_ids.shape, strict=True))
-        self._set(
-            meshes.Mesh(dims, ids), mesh_name, local_device_ids, local_devices, global_devices or ()
-        )
-
-    def _set(
-        self,
-        value: meshes.Mesh,
-        name: str,
-        local_ids: Sequence[int],
-        local_devices: Sequence[str],
-        global_devices: Sequence[str],
-        live: DeviceMesh | None = None,
-    ) -> None:
-        local = tuple(as_int(one, "a local device id") for one in local_ids)
-        size = value.size
-        names, everyone = (tuple(map(full_name, rows)) for rows in (local_devices, global_devices))
-        if not isinstance(name, str) or "|" in name:
-            raise MeshError(f"a mesh's name must be text without '|', got {shown(name)}")
+        mesh = meshes.Mesh(list(zip(dim_names, global_device_ids.shape, strict=True)), ids)
+        local = [as_int(one, "a local device id") for one in local_device_ids]
+        size, first = ids.size, ids[0]
+        rows = local_devices, global_devices or ()
+        names, everyone = (tuple(map(full_name, row)) for row in rows)
         for row in (names, everyone):
             if len(set(row)) < len(row) and (len(set(row)) > 1 or _type_of(row) != "CPU"):
                 raise MeshError(f"Duplicate devices in mesh: {', '.join(row)}")
@@ -150,19 +136,20 @@ class Mesh:
             )
         if len(everyone) not in (0, size):
             raise MeshError(f"{len(everyone)} global devices in a mesh of {size}")
-        first = int(value.ids.min())
         if any(not first <= one < first + size for one in local):
-            raise MeshError(
-                f"a local device id of {local} is not in mesh {value.dims_text or '()'}"
-            )
+            raise MeshError(f"a local device id of {local} is not in mesh {mesh.dims_text or '()'}")
         if local and size % len(local):
             raise MeshError(
                 f"Uneven local clusters: {len(local)} local devices do not divide {size} devices"
             )
-        if names or everyone:
-            _type_of(names + everyone)
-        fields: tuple[Any, ...] = (value, name, local, names, everyone, live)
-        for key, one in zip(self.__dataclass_fields__, fields, strict=True):
+        _type_of(names + everyone)
+        self._fill(mesh, mesh_name, tuple(local), names, everyone, None)
+
+    def _fill(self, mesh: meshes.Mesh, name: str, *more: Any) -> None:
+        """Set all fields, in their order."""
+        if not isinstance(name, str) or "|" in name:
+            raise MeshError(f"a mesh's name must be text without '|', got {shown(name)}")
+        for key, one in zip(self.__dataclass_fields__, (mesh, name, *more), strict=True):
             object.__setattr__(self, key, one)
 
     @classmethod
@@ -174,15 +161,14 @@ class Mesh:
             raise LayoutError(f"mesh is not a valid Mesh object: {shown(mesh)}")
         made = object.__new__(cls)
         if isinstance(mesh, meshes.Mesh):
-            made._set(mesh, "", (), (), ())
-        else:
-            kind = kind_of(mesh)
-            job = "localhost" if mesh.world_size == 1 else "worker"
-            names = [full_name(f"{kind}:0", job, rank) for rank in mesh.mesh.ids.tolist()]
-            mine = [mesh.offset_of(mesh.rank)] if mesh.contains_rank(mesh.rank) else []
-            value = meshes.Mesh(mesh.mesh.dims)
-            made._set(value, mesh.name, mine, [names[k] for k in mine], names, mesh)
-            object.__setattr__(made, "mesh", mesh.mesh)
+            made._fill(mesh, "", (), (), (), None)
+            return made
+        kind, job = kind_of(mesh), "localhost" if mesh.world_size == 1 else "worker"
+        names = [full_name(f"{kind}:0", job, rank) for rank in mesh.mesh.ids.tolist()]
+        mine = [mesh.offset_of(mesh.rank)] if mesh.contains_rank(mesh.rank) else []
+        ids = tuple(int(mesh.mesh.ids.min()) + offset for offset in mine)
+        local = tuple(names[offset] for offset in mine)
+        made._fill(mesh.mesh, mesh.name, ids, local, tuple(names), mesh)
         return made
 
     @classmethod
@@ -195,7 +181,7 @@ class Mesh:
     @property
     def dim_names(self) -> list[str]:
         """Names of the dims, slowest first."""
-        return [dim.name for dim in self.mesh.dims]
+        return self.mesh.dim_names
 
     @property
     def size(self) -> int:
@@ -205,11 +191,11 @@ class Mesh:
     @property
     def strides(self) -> list[int]:
         """Steps in offset for one step along each dim."""
-        return [prod(self.shape()[k + 1 :]) for k in range(len(self.dim_names))]
+        return self.mesh.strides
 
     def shape(self) -> list[int]:
         """Return the sizes of the dims."""
-        return [dim.size for dim in self.mesh.dims]
+        return list(self.mesh.shape)
 
     def dim_size(self, dim_name: str) -> int:
         """Return the size of a dim; the error of an unknown one lists the dims."""
@@ -302,10 +288,10 @@ class Mesh:
             return self
         made = object.__new__(Mesh)
         local, everyone = (
-            [one.replace("GPU", "CPU") for one in row]
+            tuple(one.replace("GPU", "CPU") for one in row)
             for row in (self.local_names, self.global_names)
         )
-        made._set(self.mesh, "", self.local_ids, local, everyone, self.live)
+        made._fill(self.mesh, "", self.local_ids, local, everyone, self.live)
         return made
 
     # -- text ----------------------------------------------------------------------

@@ -244,6 +244,15 @@ def test_t7_local_ids_where_ids_do_not_start_at_0():
     assert LATE.local_device_ids() == [6, 7]
     assert LATE.local_device_locations() == [{"x": 1, "y": 0}, {"x": 1, "y": 1}]
 
+    def main():
+        with mm.DeviceMesh(mm.Mesh("x=2", [1, 2])) as mesh:
+            mine = tf.Mesh.of(mesh)
+            assert mine.global_device_ids().tolist() == [1, 2]
+            return mine.local_device_ids(), mine.local_device_locations()
+
+    there = [([1 + place], [{"x": place}]) for place in range(2)]
+    assert mm.run_virtual(3, main) == [([], []), *there]
+
 
 def test_t8_local_devices():
     assert LATE.local_devices() == cpus(2, 1)
