@@ -422,18 +422,18 @@ def partition_layers(
     *,
     times: Costs | Sequence[float] | None,
     x: Tree | None,
-    scope: ProcessGroup,
-    measure: Callable[[], Costs],
+    mesh: DeviceMesh,
+    **options: Any,
 ) -> list[PipelineStage]:
-    """Do what :meth:`PipelineParallel.partition` says. Collective over `scope`.
+    """Do what :meth:`PipelineParallel.partition` says. Collective over `mesh`.
 
     Args:
         layers: All layers.
         num_stages: Number of stages.
         times: What each layer takes, if it is known.
         x: What is measured with, if it is not.
-        scope: The ranks that must get the same cut.
-        measure: Collective: returns what each layer takes, the same on all ranks.
+        mesh: The mesh.
+        options: Those of :func:`measure_layers`.
     """
 
     def checked() -> tuple[Sequence[SupportsLayer], Partition | None]:
@@ -451,9 +451,9 @@ def partition_layers(
         where = "still to measure" if cut is None else f"with bounds {cut.bounds}"
         return f"{describe_layers(flat)}; {num_stages} stages, {where}"
 
-    flat, cut = agree_alike(scope, "partition", checked, rule)
+    flat, cut = agree_alike(mesh.group(), "partition", checked, rule)
     if cut is None:
-        cut = _cut(measure(), len(flat), num_stages)
+        cut = _cut(measure_layers(layers, x, mesh=mesh, **options), len(flat), num_stages)
     stages = [PipelineStage(number) for number in range(num_stages)]
     for stage, part in zip(stages, cut.split(flat), strict=True):
         for layer in part:

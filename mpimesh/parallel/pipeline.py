@@ -16,7 +16,7 @@ from mpimesh.errors import MpimeshError, ScheduleError, TraceError
 from mpimesh.nn import Loss, Sequential, SupportsLayer
 from mpimesh.parallel.batch import Batch, Rows, SupportsStep
 from mpimesh.parallel.buckets import BUCKET_BYTES
-from mpimesh.parallel.layer_costs import REPEATS, measure_layers, partition_layers
+from mpimesh.parallel.layer_costs import REPEATS, partition_layers
 from mpimesh.parallel.microbatch import Tree, check_microbatches
 from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.plans import ScheduleLike
@@ -227,18 +227,13 @@ class PipelineParallel(ParallelModel):
             num_stages,
             times=times,
             x=x,
-            scope=live_mesh(mesh).group(),
-            measure=lambda: measure_layers(
-                layers,
-                x,
-                mesh=mesh,
-                dim=dim,
-                dtype=dtype,
-                xp=xp,
-                bytes_per_s=bytes_per_s,
-                latency_s=latency_s,
-                repeats=repeats,
-            ),
+            mesh=live_mesh(mesh),
+            dim=dim,
+            dtype=dtype,
+            xp=xp,
+            bytes_per_s=bytes_per_s,
+            latency_s=latency_s,
+            repeats=repeats,
         )
 
     def train_step(

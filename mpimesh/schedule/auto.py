@@ -112,7 +112,9 @@ class _ListScheduler:
         self._placement = placement
         self._messages = costs.message_s
         self._seconds = {
-            kind: costs.of_kind(kind) for kind in (ActionKind.F, ActionKind.I, ActionKind.W)
+            ActionKind.F: costs.forward_s,
+            ActionKind.I: costs.backward_input_s,
+            ActionKind.W: costs.backward_weight_s,
         }
         self._room = list(caps)
         self._local: list[list[int]] = [[] for _ in caps]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from mpimesh.arguments import as_int, as_items, is_real, shape_of, shown
 from mpimesh.errors import ScheduleError
-from mpimesh.schedule.schedule import MOST_FORWARDS, ActionKind
+from mpimesh.schedule.schedule import MOST_FORWARDS
 from mpimesh.trace import svg
 
 __all__ = ["Costs", "Partition", "Seconds", "check_num_stages", "partition", "spread"]
@@ -110,14 +110,6 @@ class Costs:
     def as_arguments(self) -> dict[str, Any]:
         """Return the costs as keyword arguments of :func:`simulate` and :func:`auto`."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def of_kind(self, kind: ActionKind) -> tuple[Seconds, ...]:
-        """Return the seconds of F, I or W of each stage."""
-        return {
-            ActionKind.F: self.forward_s,
-            ActionKind.I: self.backward_input_s,
-            ActionKind.W: self.backward_weight_s,
-        }[kind]
 
 
 def spread(name: str, times: Seconds | Iterable[Seconds], count: int) -> tuple[Seconds, ...]:

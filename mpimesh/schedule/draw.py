@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from mpimesh.arguments import as_int, check_kind, shown
 from mpimesh.errors import ScheduleError
@@ -71,23 +71,6 @@ class _Bar:
         return self.action.kind, self.chunk
 
 
-@dataclass(frozen=True, slots=True)
-class _RankRow:
-    """Where a rank's bars go.
-
-    Attributes:
-        x: The pixel of a time.
-        y: The upper edge.
-        height: In pixels.
-        text: Size of the numbers in boxes of a colour; none in others.
-    """
-
-    x: Callable[[float], float]
-    y: float
-    height: float
-    text: Mapping[_Colour, float] = field(default_factory=dict)
-
-
 def _width_of(number: str, size: float) -> float:
     """Return how wide a box must be for the number in it."""
     return svg.text_width(number, size) + 1.0
@@ -99,44 +82,48 @@ def _text_size(number: str, width: float, height: float) -> float:
     return next(fits, 0.0)
 
 
-def _draw_boxes(bars: Iterable[_Bar], row: _RankRow, *, tips: bool) -> list[str]:
+def _draw_boxes(
+    frame: _Grid, y: float, bars: Iterable[_Bar], text: Mapping[_Colour, float], *, tips: bool
+) -> list[str]:
     """Draw a box for each bar, with the number of its microbatch where it fits.
 
     Args:
+        frame: Where.
+        y: The upper edge of the row.
         bars: What to draw, each once.
-        row: Where.
+        text: Size of the numbers in boxes of a colour; none in others.
         tips: Whether pointing at a box shows its action and times, which takes ten times the bytes.
     """
     parts: list[str] = []
     strokes: dict[str, list[str]] = {}
     numbers: list[str] = []
     for bar in bars:
-        x, width = row.x(bar.start_s), row.x(bar.end_s) - row.x(bar.start_s)
+        x, width = frame.x(bar.start_s), frame.x(bar.end_s) - frame.x(bar.start_s)
         visible = width - min(_HAIR, 0.2 * width)
         if tips:
             took, start = svg.duration(bar.end_s - bar.start_s), svg.duration(bar.start_s)
             tip, kind = f"{bar.action}: {took} from {start}", bar.action.kind
-            box = (x, row.y, visible, row.height, _fill(*bar.colour))
+            box = (x, y, visible, frame.height, _fill(*bar.colour))
             parts.append(svg.rect(*box, kind=kind, radius=1.5, tip=tip))
         else:
             stroke = f"M{x:.1f} 0h{visible:.1f}"
             strokes.setdefault(_fill(*bar.colour), []).append(stroke)
         number = str(bar.action.microbatch)
-        size = row.text.get(bar.colour, 0.0)
+        size = text.get(bar.colour, 0.0)
         if size and _width_of(number, size) <= width:
-            middle, baseline = x + visible / 2, row.y + row.height / 2 + 0.36 * size
+            middle, baseline = x + visible / 2, y + frame.height / 2 + 0.36 * size
             ink = svg.INK if bar.chunk > 0 or bar.action.kind is ActionKind.B else "#ffffff"
             numbers.append(svg.text(middle, baseline, number, size=size, anchor="middle", fill=ink))
     for colour, one in strokes.items():
         parts.append(
-            f'<path transform="translate(0 {svg.number(row.y + row.height / 2)})" '
-            f'stroke="{colour}" stroke-width="{svg.number(row.height)}" d="{"".join(one)}"/>'
+            f'<path transform="translate(0 {svg.number(y + frame.height / 2)})" '
+            f'stroke="{colour}" stroke-width="{svg.number(frame.height)}" d="{"".join(one)}"/>'
         )
     return parts + numbers
 
 
 def _draw_columns(
-    bars: Iterable[_Bar], row: _RankRow, *, column_s: float, num_columns: int
+    frame: _Grid, y: float, bars: Iterable[_Bar], *, column_s: float, num_columns: int
 ) -> list[str]:
     """Draw columns of time, filled up to the share of it in which the rank computes.
 
@@ -144,8 +131,9 @@ def _draw_columns(
     are alike are drawn as one, with their mean.
 
     Args:
+        frame: Where.
+        y: The upper edge of the row.
         bars: What to draw.
-        row: Where.
         column_s: How much time a column stands for.
         num_columns: How many there are.
     """
@@ -164,7 +152,7 @@ def _draw_columns(
     for number, key in enumerate(keys, start=1):
         roofs = [(column, sum(means[:number])) for column, means in runs]
         colour = _fill(*key)
-        areas.append(f'<path fill="{colour}" d="{_area(roofs, row, column_s, num_columns)}"/>')
+        areas.append(f'<path fill="{colour}" d="{_area(frame, y, roofs, column_s, num_columns)}"/>')
     return areas[::-1]
 
 
@@ -189,14 +177,16 @@ def _runs(columns: list[tuple[float, ...]]) -> list[tuple[int, list[float]]]:
     return runs
 
 
-def _area(roofs: list[tuple[int, float]], row: _RankRow, column_s: float, num_columns: int) -> str:
+def _area(
+    frame: _Grid, y: float, roofs: list[tuple[int, float]], column_s: float, num_columns: int
+) -> str:
     """Outline an area with a flat roof from each column on."""
-    bottom = row.y + row.height
-    path = [f"M{svg.number(row.x(0.0))} {svg.number(bottom)}"]
+    bottom = y + frame.height
+    path = [f"M{svg.number(frame.x(0.0))} {svg.number(bottom)}"]
     for column, share in roofs:
-        height = svg.number(bottom - row.height * min(share, 1.0))
-        path.append(f"H{svg.number(row.x(column * column_s))}V{height}")
-    end = svg.number(row.x(num_columns * column_s))
+        height = svg.number(bottom - frame.height * min(share, 1.0))
+        path.append(f"H{svg.number(frame.x(column * column_s))}V{height}")
+    end = svg.number(frame.x(num_columns * column_s))
     return "".join([*path, f"H{end}V{svg.number(bottom)}z"])
 
 
@@ -257,7 +247,10 @@ def schedule_svg(
     if title is not None:
         check_kind(title, str, "title", ScheduleError, wanted="a text")
     first = next(iter(tables.values()))
-    bars = [[_bars(table, rank) for rank in _ranks(table)] for table in tables.values()]
+    bars = [
+        [_bars(table, rank) for rank in range(table.schedule.num_ranks)]
+        for table in tables.values()
+    ]
     frame = _make_frame(tables, _good_width(tables, bars) if width is None else width)
     counts = [len(row) for rows in bars for row in rows]
     merged = max(counts) * _NARROWEST_BOX > frame.right - frame.left or sum(counts) > _MOST_BOXES
@@ -340,10 +333,6 @@ def _make_frame(tables: Mapping[str, Timetable], width: int) -> _Grid:
     )
 
 
-def _ranks(table: Timetable) -> range:
-    return range(table.schedule.num_ranks)
-
-
 def _bars(table: Timetable, rank: int) -> list[_Bar]:
     chunks = {stage: number for number, stage in enumerate(table.schedule.stages_of(rank))}
     return [
@@ -419,7 +408,7 @@ def _panel(frame: _Grid, number: int, name: str, table: Timetable) -> Iterator[s
         yield svg.text(end, above, label, size=11, anchor="end", fill=svg.MUTED)
     size = min(12.0, frame.height)
     ground = frame.x(float(table.step_s)) - frame.left
-    for rank in _ranks(table):
+    for rank in range(table.schedule.num_ranks):
         y = frame.y(number, rank)
         yield svg.rect(frame.left, y, ground, frame.height, _IDLE, kind="idle")
         middle = y + frame.height / 2 + 0.36 * size
@@ -447,12 +436,12 @@ def _rows(
         for colour, short_s in _narrow_s(rows).items()
     }
     for rank, bars in enumerate(rows):
-        row = _RankRow(frame.x, frame.y(number, rank), frame.height, text)
+        y = frame.y(number, rank)
         yield f'<g data-rank="{rank}">'
         if merged:
-            yield from _draw_columns(bars, row, column_s=column_s, num_columns=num_columns)
+            yield from _draw_columns(frame, y, bars, column_s=column_s, num_columns=num_columns)
         else:
-            yield from _draw_boxes(bars, row, tips=tips)
+            yield from _draw_boxes(frame, y, bars, text, tips=tips)
         yield "</g>"
 
 

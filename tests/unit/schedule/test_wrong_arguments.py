@@ -89,7 +89,6 @@ LEFT_OUT = {
     # Results, which users read.
     "ActionKind",
     "Costs",
-    "Costs.of_kind",
     "Edges.between",
     "Edges.destinations",
     "Edges.number",
