@@ -70,6 +70,8 @@ class Arena:
 
     Attributes:
         fd: The file's number in this process.
+        memory: All of it, as this process has it mapped.
+        nbytes: Length of the file, most of which nothing is stored in.
         token: What stands in its first eight bytes, to tell it from any other file.
         bell: Where this process sleeps; None if this system has no such.
 
@@ -84,30 +86,21 @@ class Arena:
         self._living: dict[int, _Living] = {}
         self.fd = _open_file()
         try:
-            self._bytes = _map_most(self.fd)
+            self.memory = _map_most(self.fd)
         except TransportError:
             os.close(self.fd)
             raise
-        self._buffer = memoryview(self._bytes)  # type: ignore[arg-type]
-        self._address: int = self._bytes.__array_interface__["data"][0]
-        self._parts = FreeList(self._bytes.nbytes)
+        self._buffer = memoryview(self.memory)  # type: ignore[arg-type]
+        self._address: int = self.memory.__array_interface__["data"][0]
+        self.nbytes = self.memory.nbytes
+        self._parts = FreeList(self.nbytes)
         if warm_bytes is None:
             warm_bytes = min(_MOST_WARM_BYTES, _physical_bytes() // _WARM_SHARE)
         self._warm = WarmParts(warm_bytes)
         self._parts.take(_BELL_AT + BELL_BYTES, _CACHE_LINE_BYTES)
         self.token = secrets.randbits(62)
-        self._bytes[_TOKEN_AT : _TOKEN_AT + 8].view(np.int64)[0] = self.token
-        self.bell = bell_of(self._bytes)
-
-    @property
-    def memory(self) -> HostArray:
-        """All of it, as this process has it mapped."""
-        return self._bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the file, most of which nothing is stored in."""
-        return self._parts.size
+        self.memory[_TOKEN_AT : _TOKEN_AT + 8].view(np.int64)[0] = self.token
+        self.bell = bell_of(self.memory)
 
     @property
     def used_bytes(self) -> int:
@@ -133,7 +126,7 @@ class Arena:
         if at is None:
             return None
         if unit == HUGE_PAGE_BYTES and not is_warm:
-            take_huge_pages(self._bytes[at : at + -(-nbytes // unit) * unit])
+            take_huge_pages(self.memory[at : at + -(-nbytes // unit) * unit])
         # Through a memoryview, so that views of `part` refer to it and not to the whole: it lives
         # as long as any of them.
         part: HostArray = np.frombuffer(self._buffer, np.uint8, nbytes, at)
@@ -164,7 +157,7 @@ class Arena:
         if address is None:
             address = array.__array_interface__["data"][0]
         at: int = address - self._address
-        return at if at >= 0 and at + array.nbytes <= self._parts.size else -1
+        return at if at >= 0 and at + array.nbytes <= self.nbytes else -1
 
     def trim(self) -> None:
         """Give back the pages that are kept for arrays to come."""
@@ -208,7 +201,7 @@ class Arena:
         """Give parts, and their pages, back."""
         for at in places:
             start, end = self._parts.give(at)
-            give_pages_back(self._bytes[start:end])
+            give_pages_back(self.memory[start:end])
 
 
 class _Living(weakref.ref[HostArray]):

@@ -78,11 +78,6 @@ class ProbeResult:
         """Say it in one line."""
         return f"{'yes' if self.usable else 'no'}: {self.reason}"
 
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> ProbeResult:
-        """Return the result whose fields came from JSON."""
-        return cls(bool(fields["usable"]), str(fields["reason"]), bool(fields["lasting"]))
-
 
 class CudaAwareProbe:
     """Finds out for which operations this process's MPI takes device memory.
@@ -229,7 +224,7 @@ def _to_fields(results: Mapping[str, ProbeResult]) -> dict[str, dict[str, object
 
 
 def _from_fields(fields: Mapping[str, Mapping[str, Any]]) -> dict[str, ProbeResult]:
-    return {operation: ProbeResult.from_fields(result) for operation, result in fields.items()}
+    return {operation: ProbeResult(**result) for operation, result in fields.items()}
 
 
 # -- the cache -----------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from mpimesh.arrays.dtypes import is_half
 from mpimesh.arrays.namespace import Array, DType, StreamScope, is_cupy
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Steps
-from mpimesh.comm.requests import Condition, Request, block_slices
+from mpimesh.comm.requests import Condition, Request, cut
 from mpimesh.errors import DTypeError, ShapeError, TransportError
 
 __all__ = [
@@ -44,7 +44,6 @@ __all__ = [
     "DeviceStrategy",
     "agree",
     "checked",
-    "cut",
     "steps_in",
 ]
 
@@ -186,11 +185,6 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "broadcast": ("buffer", "root"),
 }
 """The parameters of each collective of a :class:`~mpimesh.comm.base.Communicator`."""
-
-
-def cut(data: Array, counts: Sequence[int]) -> list[Array]:
-    """Return the blocks of flat data that lie one after the other."""
-    return [data[block] for block in block_slices(counts)]
 
 
 def checked(x: Array) -> Array:

@@ -48,7 +48,7 @@ from mpimesh.comm.reductions import (
     reduce_by_messages,
     reduce_scatter_by_messages,
 )
-from mpimesh.comm.requests import Request, all_done
+from mpimesh.comm.requests import Request, all_done, chunk_slices
 
 __all__ = ["STAGE_BYTES", "MPICuda", "Staged"]
 
@@ -131,7 +131,7 @@ class Staged(DeviceStrategy):
             return what.start(self.host, send, recv, piece)
 
         def rounds() -> Iterator[_Round]:
-            for piece in _pieces(most, self._stage_bytes // blocks // dtype.itemsize):
+            for piece in chunk_slices(most, self._stage_bytes // blocks // dtype.itemsize):
                 loads = [block[piece] for block in what.send_blocks()]
                 stores = [block[piece] for block in what.recv_blocks()]
                 yield _Round(loads, stores, partial(start, piece), in_place)
@@ -144,14 +144,14 @@ class Staged(DeviceStrategy):
         """Send bytes, in pieces that the receiver cuts alike."""
         start = lambda loaded, _: self.host.isend(loaded, dest, tag)  # noqa: E731
         yield from self._run(
-            _Round([buffer[p]], [], start) for p in _pieces(buffer.size, self._stage_bytes)
+            _Round([buffer[p]], [], start) for p in chunk_slices(buffer.size, self._stage_bytes)
         )
 
     def recv(self, buffer: Array, source: int, tag: int) -> Steps:
         """Receive a message of bytes that has the buffer's size."""
         start = lambda _, stored: self.host.irecv(stored, source, tag)  # noqa: E731
         yield from self._run(
-            _Round([], [buffer[p]], start) for p in _pieces(buffer.size, self._stage_bytes)
+            _Round([], [buffer[p]], start) for p in chunk_slices(buffer.size, self._stage_bytes)
         )
 
     # -- the two buffers ---------------------------------------------------------------------
@@ -193,10 +193,6 @@ class Staged(DeviceStrategy):
             target, source = (address, array.data.ptr) if load else (array.data.ptr, address)
             self.stream.copy(target, source, array.nbytes)
             address += array.nbytes
-
-
-def _pieces(size: int, step: int) -> list[slice]:
-    return [slice(at, at + step) for at in range(0, size, max(1, step))]
 
 
 def _pinned(nbytes: int) -> HostArray:

@@ -52,15 +52,19 @@ class Lending:
         arena: This rank's memory.
         memories: The memory of each rank that it can open, by rank.
         fence: Keeps what was read before apart from what is written after.
+
+    Attributes:
+        fence: The same.
+        numbers: This rank's memory as numbers of eight bytes.
     """
 
     def __init__(
         self, arena: Arena, memories: Mapping[int, HostArray], fence: Callable[[], None]
     ) -> None:
+        self.fence = fence
+        self.numbers = _numbers(arena.memory)
         self._arena = arena
-        self._fence = fence
         self._memories = dict(memories)
-        self._numbers = _numbers(arena.memory)
         self._free: list[int] = []
         self._blocks: list[HostArray] = []
         self._loans: deque[tuple[int, HostArray]] = deque()
@@ -76,11 +80,11 @@ class Lending:
             TransportError: If there is no memory for its first entry.
         """
         bell = bell_of(self._memories[rank])
-        return LendingRow(self, self._numbers, self._fence, None if bell is None else bell.ring)
+        return LendingRow(self, None if bell is None else bell.ring)
 
     def borrowing(self, rank: int, start: int) -> Borrowing:
         """Return the other end of the row of `rank` that begins at `start`. Local."""
-        return Borrowing(self._memories[rank], start, self._fence)
+        return Borrowing(self._memories[rank], start, self.fence)
 
     def find(self, array: HostArray) -> int:
         """Return where an array begins in this rank's arena; -1 for an ordinary one."""
@@ -88,7 +92,7 @@ class Lending:
 
     def sweep(self) -> None:
         """Let go of the arrays that have come back."""
-        loans, numbers = self._loans, self._numbers
+        loans, numbers = self._loans, self.numbers
         for _ in range(len(loans)):
             loan = loans.popleft()
             if numbers[loan[0]] == _ENDED:
@@ -132,7 +136,7 @@ class Lending:
             start = self._arena.find(block) // _NUMBER_BYTES
             self._free = [start + _ENTRY_NUMBERS * place for place in range(_ENTRIES_IN_BLOCK)]
         entry = self._free.pop()
-        self._numbers[entry] = _FREE
+        self.numbers[entry] = _FREE
         return entry
 
     def keep(self, entry: int, array: HostArray) -> None:
@@ -149,16 +153,10 @@ class LendingRow:
 
     __slots__ = ("_fence", "_lending", "_next", "_numbers", "_ring", "start")
 
-    def __init__(
-        self,
-        lending: Lending,
-        numbers: memoryview[int],
-        fence: Callable[[], None],
-        ring: Callable[[], None] | None,
-    ) -> None:
+    def __init__(self, lending: Lending, ring: Callable[[], None] | None) -> None:
         self._lending = lending
-        self._numbers = numbers
-        self._fence = fence
+        self._numbers = lending.numbers
+        self._fence = lending.fence
         self._ring = ring
         self._next = self.start = lending.new_entry()
 

@@ -10,9 +10,8 @@ limit is a setting, so tests run the whole suite with a limit of 7.
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -22,7 +21,7 @@ from mpi4py import MPI
 
 from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.base import Communicator
-from mpimesh.comm.engine import Doorbell, Steps, poll
+from mpimesh.comm.engine import Doorbell, Moved, ProgressEngine, Steps, poll
 from mpimesh.comm.regions import FUNCTIONS
 from mpimesh.comm.requests import (
     MAX_USER_TAG,
@@ -34,10 +33,12 @@ from mpimesh.comm.requests import (
     Request,
     all_done,
     block_slices,
+    chunk_slices,
+    cut,
 )
 from mpimesh.errors import TransportError
 
-__all__ = ["CollectiveOrder", "MPICommunicator"]
+__all__ = ["MPICommunicator"]
 
 _PAIRWISE_TAG = MAX_USER_TAG + 1
 _MPI_OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
@@ -59,20 +60,21 @@ class MPICommunicator(Communicator):
     Args:
         comm: The communicator; :meth:`free` frees it.
         limit: Most elements in one MPI call; 0 for what this MPI can do.
-        order: That of another object for the same MPI communicator.
+        order: The chain of another object for the same MPI communicator, on which its collectives
+            queue while one goes alone.
 
     Attributes:
         bells: For each rank its bell, or None if it is on another node; empty if none is known.
     """
 
     kind = "mpi"
+    engine: ProgressEngine
     bells: Sequence[Doorbell | None] = ()
 
-    def __init__(
-        self, comm: MPI.Intracomm, *, limit: int = 0, order: CollectiveOrder | None = None
-    ) -> None:
+    def __init__(self, comm: MPI.Intracomm, *, limit: int = 0, order: object = None) -> None:
         self._comm = comm
-        self._order = order or CollectiveOrder()
+        self.engine = ProgressEngine()
+        self._order = order or object()
         self._freed = False
         self._chunk_setting = limit
         before_4 = MPI.VERSION < 4
@@ -112,14 +114,14 @@ class MPICommunicator(Communicator):
             if function is None:
                 function = _as_numpy(op, recv.dtype.char)
             source = MPI.IN_PLACE if send is None else send
-            if self._order.busy:
+            if self._is_busy():
                 return self._start("all_reduce", self._comm.Iallreduce, source, recv, function)
             try:
                 request = self._comm.Iallreduce(source, recv, function)
             except MPI.Exception as error:
                 _fail("all_reduce", error)
             return _request_of(request, (send, recv))
-        pieces = self._pieces(recv.size)
+        pieces = chunk_slices(recv.size, self._limit)
         return all_done(
             *(self.all_reduce(None if send is None else send[p], recv[p], op) for p in pieces)
         )
@@ -128,7 +130,7 @@ class MPICommunicator(Communicator):
         """Reduce over all ranks into `recv` on `root`."""
         if send.size <= self._limit:
             return self._start("reduce", self._comm.Ireduce, send, recv, _function(op, send), root)
-        pieces = self._pieces(send.size)
+        pieces = chunk_slices(send.size, self._limit)
         return all_done(
             *(self.reduce(send[p], None if recv is None else recv[p], op, root) for p in pieces)
         )
@@ -152,7 +154,7 @@ class MPICommunicator(Communicator):
     def all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Request:
         """Lay the ranks' `send` one after the other in `recv`."""
         if recv.size > self._limit:
-            return self._exchange([send] * self.size, _cut(recv, counts))
+            return self._exchange([send] * self.size, cut(recv, counts))
         if len(set(counts)) == 1:
             return self._start("all_gather", self._comm.Iallgather, send, recv)
         return self._start("all_gather", self._comm.Iallgatherv, send, [recv, counts])
@@ -162,7 +164,7 @@ class MPICommunicator(Communicator):
     ) -> Request:
         """Lay the ranks' `send` one after the other in `recv` of `root`."""
         if sum(counts) > self._limit:
-            incoming = [] if recv is None else _cut(recv, counts)
+            incoming = [] if recv is None else cut(recv, counts)
             return self._exchange(self._only(root, send), incoming)
         target = None if recv is None else [recv, counts]
         return self._start("gather", self._comm.Igatherv, send, target, root)
@@ -172,7 +174,7 @@ class MPICommunicator(Communicator):
     ) -> Request:
         """Rank r gets block r of root's `send`."""
         if sum(counts) > self._limit:
-            outgoing = [] if send is None else _cut(send, counts)
+            outgoing = [] if send is None else cut(send, counts)
             return self._exchange(outgoing, self._only(root, recv))
         source = None if send is None else [send, counts]
         return self._start("scatter", self._comm.Iscatterv, source, recv, root)
@@ -186,14 +188,16 @@ class MPICommunicator(Communicator):
     ) -> Request:
         """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
         # The own block stays out of MPI, as messages to oneself do.
-        _cut(recv, recv_counts)[self.rank][...] = _cut(send, send_counts)[self.rank]
+        cut(recv, recv_counts)[self.rank][...] = cut(send, send_counts)[self.rank]
         return self.all_to_all_but(send, recv, send_counts, recv_counts, {self.rank})
 
     def broadcast(self, buffer: HostArray, root: int) -> Request:
         """Copy `buffer` of `root` into `buffer` of every rank."""
         if buffer.size <= self._limit:
             return self._start("broadcast", self._comm.Ibcast, buffer, root)
-        return all_done(*(self.broadcast(buffer[p], root) for p in self._pieces(buffer.size)))
+        return all_done(
+            *(self.broadcast(buffer[p], root) for p in chunk_slices(buffer.size, self._limit))
+        )
 
     def barrier(self) -> Request:
         """Done once every rank has started it."""
@@ -215,7 +219,7 @@ class MPICommunicator(Communicator):
         """
         if self._large_blocks_in_pairs:
             # A rank knows its own counts only, so no rule on them could be agreed.
-            outgoing, incoming = _cut(send, send_counts), _cut(recv, recv_counts)
+            outgoing, incoming = cut(send, send_counts), cut(recv, recv_counts)
             for rank in apart:
                 outgoing[rank] = incoming[rank] = send[:0]
             return self._exchange(outgoing, incoming)
@@ -247,7 +251,7 @@ class MPICommunicator(Communicator):
             if bell is not None:
                 bell.ring()
             return request
-        pieces = self._pieces(buffer.size, self._message_limit)
+        pieces = chunk_slices(buffer.size, self._message_limit)
         return all_done(*(self.isend(buffer[p], dest, tag) for p in pieces))
 
     def irecv(self, buffer: HostArray, source: int, tag: int) -> RecvRequest:
@@ -260,7 +264,7 @@ class MPICommunicator(Communicator):
             except MPI.Exception as error:
                 _fail("receive", error)
             return _receive_of(request, buffer, self.bells[source] if self.bells else None)
-        pieces = self._pieces(buffer.size, self._message_limit)
+        pieces = chunk_slices(buffer.size, self._message_limit)
         parts = [self.irecv(buffer[p], source, tag) for p in pieces]
 
         def cancel() -> bool:
@@ -313,19 +317,19 @@ class MPICommunicator(Communicator):
         Collectives that are started meanwhile wait for it: Open MPI 5.0.11 makes the duplicate by
         collectives of its own, which each rank starts when MPI has time, and which met others.
         """
-        copies: list[MPI.Intracomm] = []
 
-        def start() -> Request:
+        def copying() -> Steps:
             try:
                 copy, request = self._comm.Idup()
             except MPI.Exception as error:
                 _fail("duplicate", error)
-            copies.append(copy)
-            return _request_of(request, copy)
+            yield _request_of(request, copy)
+            # Before that not even the rank may be asked for.
+            return MPICommunicator(copy, limit=self._chunk_setting)
 
-        yield self._order.add(start, alone=True)
-        # Before the request is done not even the rank may be asked for.
-        duplicate = MPICommunicator(copies[0], limit=self._chunk_setting)
+        copied = self.engine.stage(self._order, copying())
+        yield copied
+        duplicate: MPICommunicator = copied.value
         self.adopt(duplicate)
         return duplicate
 
@@ -341,7 +345,7 @@ class MPICommunicator(Communicator):
             if self.unended:
                 _OWNERS[MPI._handleof(self._comm)] = "closed meshes whose operations did not end"
             else:
-                poll(self._order.advance)
+                poll(self._is_free)
                 _OWNERS.pop(MPI._handleof(self._comm), None)
                 self._comm.Free()
 
@@ -353,13 +357,19 @@ class MPICommunicator(Communicator):
 
     def _start(self, name: str, function: Callable[..., MPI.Request], *arguments: Any) -> Request:
         """Start a collective in its turn."""
-        if self._order.busy:
-            return self._order.add(partial(_begin, name, function, *arguments))
-        return _begin(name, function, *arguments)
+        if not self._is_busy():
+            return _begin(name, function, *arguments)
+        queued = _Queued(self.engine, self._order, partial(_begin, name, function, *arguments))
+        return Condition(queued.begin().is_done)
 
-    def _pieces(self, size: int, limit: int = 0) -> Iterator[slice]:
-        step = limit or self._limit
-        return (slice(at, at + step) for at in range(0, size, step))
+    def _is_busy(self) -> bool:
+        """Tell whether collectives must queue behind one that goes alone."""
+        engine = self.engine
+        return bool(engine.tails) and engine.busy(self._order)
+
+    def _is_free(self) -> bool:
+        self.engine.advance()
+        return not self._is_busy()
 
     def _only(self, root: int, block: HostArray) -> list[HostArray]:
         """One block for each rank, empty but for `root`."""
@@ -380,6 +390,27 @@ class MPICommunicator(Communicator):
             if outgoing and outgoing[peer].size
         ]
         return all_done(*requests)
+
+
+class _Queued(Moved):
+    """A collective that starts in its turn; again, if a signal handler ends the start."""
+
+    __slots__ = ("_request", "_start")
+
+    def __init__(
+        self, engine: ProgressEngine, chain: Hashable, start: Callable[[], Request]
+    ) -> None:
+        super().__init__(engine, chain)
+        self._start = start
+        self._request: Request | None = None
+
+    def _move(self) -> bool:
+        self._request = self._start()
+        return True
+
+    def is_done(self) -> bool:
+        """Tell whether it has started, and is done."""
+        return self.test() and self._request is not None and self._request.test()
 
 
 def _function(op: str, array: HostArray) -> MPI.Op:
@@ -417,10 +448,6 @@ def _places_but(counts: Sequence[int], apart: Collection[int]) -> tuple[list[int
     """Return counts and displacements of blocks, with counts of 0 for the ranks in `apart`."""
     starts = list(accumulate(counts, initial=0))[:-1]
     return [0 if rank in apart else count for rank, count in enumerate(counts)], starts
-
-
-def _cut(buffer: HostArray, counts: Sequence[int]) -> list[HostArray]:
-    return [buffer[block] for block in block_slices(counts)]
 
 
 def _advice(error: MPI.Exception) -> str:
@@ -479,83 +506,6 @@ def _receive_of(request: MPI.Request, buffer: HostArray, bell: Doorbell | None) 
         return status.Is_cancelled()
 
     return Receive(test, lambda: status.Get_count(MPI.BYTE), cancel, buffer)
-
-
-class CollectiveOrder:
-    """The order of the collectives of one MPI communicator, of which some go alone.
-
-    Attributes:
-        busy: Whether one that goes alone is under way, so that all others must queue.
-    """
-
-    __slots__ = ("_alone", "_moving", "_queue", "busy")
-
-    def __init__(self) -> None:
-        self._alone: Request | None = None
-        self._moving = False
-        self._queue: deque[_Queued] = deque()
-        self.busy = False
-
-    def add(self, start: Callable[[], Request], *, alone: bool = False) -> Request:
-        """Return the request of `start`, which is called when its turn has come.
-
-        Args:
-            start: Starts the collective.
-            alone: Whether all that comes after it is to start when it is done.
-        """
-        queued = _Queued(start, alone)
-        self._queue.append(queued)
-        self.busy = True
-        self.advance()
-
-        def test() -> bool:
-            if self.busy:
-                self.advance()
-            if queued.error is not None:
-                raise queued.error
-            return queued.request is not None and queued.request.test()
-
-        return Condition(test)
-
-    def advance(self) -> bool:
-        """Start what may start, and tell whether nothing goes alone any more."""
-        if self._moving:
-            return False  # a signal handler came in between, and waits for something else
-        self._moving = True
-        try:
-            while self._alone is None or self._alone.test():
-                self._alone = None
-                if not self._queue:
-                    self.busy = False
-                    return True
-                queued = self._queue[0]
-                try:
-                    queued.request = queued.start()
-                except Exception as error:
-                    queued.error = error
-                self._queue.popleft()  # now: what a signal handler raises must not lose it
-                if queued.alone:
-                    self._alone = queued.request
-            return False
-        finally:
-            self._moving = False
-
-
-@dataclass(slots=True)
-class _Queued:
-    """A collective that starts in its turn; an error of that is raised where its end is asked for.
-
-    Attributes:
-        start: Starts it.
-        alone: Whether all that comes after it is to start when it is done.
-        request: What was started.
-        error: The error of the start.
-    """
-
-    start: Callable[[], Request]
-    alone: bool
-    request: Request | None = None
-    error: Exception | None = None
 
 
 def _fail(name: str, error: MPI.Exception, advice: str = "") -> NoReturn:

@@ -43,11 +43,10 @@ from mpimesh.comm.algorithms import Ways
 from mpimesh.comm.engine import ProgressEngine, StagedRequest, Steps, run_steps
 from mpimesh.comm.mpi import MPICommunicator
 from mpimesh.comm.region_shared import SharedRegions
-from mpimesh.comm.requests import Request, agreed_counts
+from mpimesh.comm.requests import Request, agreed_counts, chunk_slices
 from mpimesh.comm.shared_window import NOT_READ, SharedWindow, WindowEntry, enter
 from mpimesh.comm.shared_work import (
     all_to_all_staged,
-    chunks_of,
     length,
     part_of,
     pass_on,
@@ -81,17 +80,18 @@ class Rails:
     Attributes:
         nodes: The ranks of each node.
         node: The number of this rank's node.
+        node_of: The number of each rank's node.
         here: The ranks on it.
         count: How many rails there are.
         turns: How many blocks of one node travel on a rail at most.
     """
 
-    __slots__ = ("_comm", "_node_of", "count", "here", "node", "nodes", "turns")
+    __slots__ = ("_comm", "count", "here", "node", "node_of", "nodes", "turns")
 
     def __init__(self, nodes: Sequence[Sequence[int]], rank: int) -> None:
         self.nodes = nodes
-        self._node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
-        self.node = self._node_of[rank]
+        self.node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
+        self.node = self.node_of[rank]
         self.here = nodes[self.node]
         self.count = min(map(len, nodes))
         self.turns = -(-max(map(len, nodes)) // self.count)
@@ -115,10 +115,6 @@ class Rails:
         if part != MPI.COMM_NULL:
             self._comm = MPICommunicator(part, limit=limit)
         return self._comm
-
-    def node_of(self, rank: int) -> int:
-        """Return the number of a rank's node."""
-        return self._node_of[rank]
 
     def sources(self, rail: int) -> list[list[int]]:
         """Return whose blocks travel on a rail, turn by turn: a rank of each node, or `NO_RANK`."""
@@ -280,7 +276,7 @@ class OverNodes:
         window, rails = self._window, self._rails
         what = operation_number(Operation.BROADCAST, buffer, root=root)
         entry = yield from self._enter(what, self._place(buffer))
-        home = rails.node_of(root)
+        home = rails.node_of[root]
 
         def in_round(chunk: slice) -> _Round:
             parts = self._parts(chunk, buffer.itemsize)
@@ -347,7 +343,7 @@ class OverNodes:
 
     def _chunks(self, array: HostArray) -> list[slice]:
         """Cut an array into what travels on all rails together in a round."""
-        return chunks_of(array.size, self._round(array) * self._rails.count)
+        return chunk_slices(array.size, self._round(array) * self._rails.count)
 
     def _parts(self, chunk: slice, itemsize: int) -> list[list[slice]]:
         """Return which part of a chunk each rank of this node carries: none if on no rail."""

@@ -141,12 +141,12 @@ def all_reduce_by_messages(
         yield from _reduce_round(peers, source, recv[parts[rank]], parts, op)
         yield from _copy_round(peers, recv, parts)
         return
-    tree = _Tree(peers, _CENTER, arity or _ARITY_OF_SMALL)
-    if tree.below:
-        yield from _take_in(peers, tree.order, source, recv, op)
-    if tree.above is not None:
-        yield peers.isend(recv if tree.below else source, tree.above)
-    yield from _hand_down(peers, tree, recv)
+    above, below = _tree(peers, _CENTER, arity or _ARITY_OF_SMALL)
+    if below:
+        yield from _take_in(peers, below, source, recv, op)
+    if above is not None:
+        yield peers.isend(recv if below else source, above)
+    yield from _hand_down(peers, above, below, recv)
 
 
 def reduce_by_messages(
@@ -185,13 +185,13 @@ def reduce_by_messages(
             others = peers.others
             yield all_done(*(peers.irecv(recv[parts[r]], r) for r in others))
         return
-    tree = _Tree(peers, root, arity or _ARITY_OF_SMALL)
+    above, below = _tree(peers, root, arity or _ARITY_OF_SMALL)
     total = send
-    if tree.below:
+    if below:
         total = peers.empty(send) if recv is None else recv
-        yield from _take_in(peers, tree.order, send, total, op)
-    if tree.above is not None:
-        yield peers.isend(total, tree.above)
+        yield from _take_in(peers, below, send, total, op)
+    if above is not None:
+        yield peers.isend(total, above)
 
 
 def reduce_scatter_by_messages(
@@ -226,8 +226,7 @@ def broadcast_by_messages(peers: Peers, arity: int, buffer: Array, root: int) ->
             yield peers.irecv(buffer[parts[rank]], root)
         yield from _copy_round(peers, buffer, parts, root)
         return
-    tree = _Tree(peers, root, arity or _ARITY_OF_SMALL)
-    yield from _hand_down(peers, tree, buffer)
+    yield from _hand_down(peers, *_tree(peers, root, arity or _ARITY_OF_SMALL), buffer)
 
 
 _STARTS: dict[str, Callable[..., Steps]] = {
@@ -254,41 +253,26 @@ def _arity(algorithm: str, ranks: int) -> int | None:
 # -- trees ----------------------------------------------------------------------------------------
 
 
-class _Tree:
-    """A rank's place in the tree of all.
+def _tree(peers: Peers, root: int, arity: int) -> tuple[int | None, list[int]]:
+    """Return a rank's place in the tree of all: who is above it and who is below it.
 
     Args:
         peers: The ranks.
-        root: The one at the top; the others follow in their order, and round.
+        root: The one at the top, with None above; the others follow in their order, and round.
         arity: How many are below each.
-
-    Attributes:
-        above: Whom it sends partial results to; None for the root.
-        below: Whom it takes them from.
     """
-
-    __slots__ = ("above", "below", "rank")
-
-    def __init__(self, peers: Peers, root: int, arity: int) -> None:
-        ranks, self.rank = peers.size, peers.rank
-        place = (self.rank - root) % ranks
-        first = place * arity + 1
-        places = range(min(first, ranks), min(first + arity, ranks))
-        self.below = [(each + root) % ranks for each in places]
-        self.above = ((place - 1) // arity + root) % ranks if place else None
-
-    @property
-    def order(self) -> list[int]:
-        """This rank and those below it, in the order of the ranks."""
-        return sorted([self.rank, *self.below])
+    ranks, place = peers.size, (peers.rank - root) % peers.size
+    first = place * arity + 1
+    below = [(each + root) % ranks for each in range(first, min(first + arity, ranks))]
+    return ((place - 1) // arity + root) % ranks if place else None, below
 
 
-def _take_in(peers: Peers, order: Sequence[int], source: Array, total: Array, op: str) -> Steps:
-    """Reduce what those in `order` send, and this rank's `source`, in that order into `total`.
+def _take_in(peers: Peers, below: Sequence[int], source: Array, total: Array, op: str) -> Steps:
+    """Reduce what those below send, and this rank's `source`, in the order of the ranks.
 
     `total` may be `source` if this rank comes first. Two arrays are on their way at a time.
     """
-    first, *rest = order
+    first, *rest = sorted([peers.rank, *below])
     others = [rank for rank in rest if rank != peers.rank]
     pads = [peers.empty(total) for _ in others[:2]]
     yield from peers.settled()
@@ -314,12 +298,12 @@ def _take_in(peers: Peers, order: Sequence[int], source: Array, total: Array, op
             coming[place] = peers.irecv(pads[place], others[taken + 1])
 
 
-def _hand_down(peers: Peers, tree: _Tree, buffer: Array) -> Steps:
+def _hand_down(peers: Peers, above: int | None, below: Sequence[int], buffer: Array) -> Steps:
     """Take `buffer` from above, and give it to those below."""
-    if tree.above is not None:
-        yield peers.irecv(buffer, tree.above)
-    if tree.below:
-        yield all_done(*(peers.isend(buffer, rank) for rank in tree.below))
+    if above is not None:
+        yield peers.irecv(buffer, above)
+    if below:
+        yield all_done(*(peers.isend(buffer, rank) for rank in below))
 
 
 # -- rings ----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from mpimesh.arrays import ArrayPool
-from mpimesh.arrays.namespace import HostArray
+from mpimesh.arrays.namespace import Array, HostArray
 from mpimesh.errors import MismatchError, TransportError, on_all_ranks
 
 __all__ = [
@@ -25,6 +25,8 @@ __all__ = [
     "agreed_counts",
     "all_done",
     "block_slices",
+    "chunk_slices",
+    "cut",
 ]
 
 MAX_USER_TAG = 16383
@@ -128,6 +130,16 @@ def all_done(*requests: Request) -> Condition:
 def block_slices(counts: Sequence[int]) -> list[slice]:
     """Return the places of blocks of so many elements that lie one after the other."""
     return [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
+
+
+def cut(array: Array, counts: Sequence[int]) -> list[Array]:
+    """Return the blocks of a flat array that lie one after the other."""
+    return [array[block] for block in block_slices(counts)]
+
+
+def chunk_slices(size: int, step: int, start: int = 0) -> list[slice]:
+    """Return the places of chunks of `step` elements, up to `size`; the last may be shorter."""
+    return [slice(at, min(at + step, size)) for at in range(start, size, max(1, step))]
 
 
 def agreed_counts(rows: list[list[int]], here: Sequence[int] | None = None) -> list[list[int]]:

@@ -99,9 +99,10 @@ class RoutedCommunicator(MPICommunicator):
         limit: int = 0,
     ) -> None:
         super().__init__(comm, limit=limit)
-        self._engine = self.engine = engine
+        self.engine = engine
         # What has begun in turn must not queue behind itself, so its pieces go by this one.
         self._plain = MPICommunicator(comm, limit=limit, order=self._order)
+        self._plain.engine = engine
         self._node = node
         self._sizes = sizes
         self._rail: MPICommunicator | None = None
@@ -111,7 +112,6 @@ class RoutedCommunicator(MPICommunicator):
         self._window: SharedWindow | None = None
         self._neighbours: list[int] = []
         self._several_nodes = False
-        self._reads_regions = True
         self._why = "a rank alone"
         table = self._join() if self.size > 1 else None
         self._algorithms = table or Algorithms.only("mpi", self._why or "no other way has it")
@@ -120,8 +120,7 @@ class RoutedCommunicator(MPICommunicator):
         """Move host memory by ``"mpi"`` or ``"node_shared"`` alone; return why not, if so."""
         if way == "mpi":
             self._algorithms = Algorithms.only("mpi", "asked for")
-            self._reads_regions = False
-            self.lending = None
+            self._shared = self.lending = None
             return ""
         if way != "node_shared":
             return f"these ranks have 'mpi' and 'node_shared', not {way!r}"
@@ -138,7 +137,7 @@ class RoutedCommunicator(MPICommunicator):
 
     def _join(self) -> Algorithms | None:
         """Collective: set shared memory up, and agree on the table; None if there is none."""
-        small, engine, arena = bool(self._chunk_setting), self._engine, self._node.arena
+        small, engine, arena = bool(self._chunk_setting), self.engine, self._node.arena
         nodes = self._open_memory(small=small)
         window, several = self._window, len(nodes) > 1
         self._several_nodes = several
@@ -199,7 +198,7 @@ class RoutedCommunicator(MPICommunicator):
         nodes = [[r for r in range(size) if keys[r] == key] for key in dict.fromkeys(keys)]
         members = self._neighbours = next(ranks for ranks in nodes if self.rank in ranks)
         cores = np.bitwise_or.reduce(rows[members, :_CORE_NUMBERS])
-        self._engine.share_cores(len(members), sum(int(bits).bit_count() for bits in cores))
+        self.engine.share_cores(len(members), sum(int(bits).bit_count() for bits in cores))
         # From here to the reduction the table decides, which all ranks have alike.
         refused = ""
         if not table[:, -1].all():
@@ -248,7 +247,7 @@ class RoutedCommunicator(MPICommunicator):
         """Collective: make the rails."""
         rails = Rails(nodes, self.rank)
         self._rail = rails.connect(self._comm, limit=self._chunk_setting)
-        return OverNodes(window, self._engine, self._plain, rails)
+        return OverNodes(window, self.engine, self._plain, rails)
 
     def offer_once(self, nbytes: int, turn: int = 0) -> tuple[int, int, HostArray | None]:
         """Offer memory of one rank's arena for an array that the ranks of the node have once."""
@@ -283,7 +282,7 @@ class RoutedCommunicator(MPICommunicator):
     ) -> Callable[[], Request | Steps]:
         """Return what starts a collective or an exchange of these arrays, as often as wanted."""
         shared = self._shared
-        if name == "exchange_regions" and shared is not None and self._reads_regions:
+        if name == "exchange_regions" and shared is not None:
             return shared.regions.prepare(*arguments, often=True)
         if name in OPERATIONS and shared is not None:
             ways = (
@@ -301,7 +300,7 @@ class RoutedCommunicator(MPICommunicator):
         if algorithm not in _ASKED_FOR or algorithm == "mpi":
             return super().most_bytes_by(name, algorithm)
         has_levels = isinstance(self._shared, OverNodes)
-        if self._window is None or not self._reads_regions or name not in OPERATIONS:
+        if self._window is None or self._shared is None or name not in OPERATIONS:
             return -1
         if has_levels != (algorithm == "two_levels"):
             return -1
@@ -342,7 +341,7 @@ class RoutedCommunicator(MPICommunicator):
         max_bytes: int = 0,
     ) -> Request | Steps:
         """Copy or reduce boxes of the ranks' blocks into boxes of each rank's target."""
-        if self._shared is None or not self._reads_regions:
+        if self._shared is None:
             return super().exchange_regions(source, target, regions, max_bytes=max_bytes)
         return self._shared.regions.prepare(source, target, regions, max_bytes)()
 
@@ -378,7 +377,7 @@ class RoutedCommunicator(MPICommunicator):
 
     def _wrap(self, comm: MPI.Intracomm) -> RoutedCommunicator:
         return RoutedCommunicator(
-            comm, self._node, self._engine, self._sizes, limit=self._chunk_setting
+            comm, self._node, self.engine, self._sizes, limit=self._chunk_setting
         )
 
 

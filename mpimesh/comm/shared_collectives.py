@@ -31,7 +31,7 @@ from mpimesh.comm.algorithms import Ways
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Moved, ProgressEngine, StagedRequest, Steps, run_steps
 from mpimesh.comm.region_shared import SharedRegions
-from mpimesh.comm.requests import Request, agreed_counts, block_slices
+from mpimesh.comm.requests import Request, agreed_counts, cut
 from mpimesh.comm.shared_window import NOT_READ, NOTES, SharedWindow, WindowEntry, enter
 from mpimesh.comm.shared_work import (
     Work,
@@ -286,8 +286,7 @@ class SharedCollectives:
     ) -> Steps:
         entry = yield from enter(self.window, what, counts=counts)
         sent, ranks = agreed_counts(entry.counts), self.window.size
-        outgoing = [send[block] for block in block_slices(counts[:ranks])]
-        incoming = [recv[block] for block in block_slices(counts[ranks:])]
+        outgoing, incoming = cut(send, counts[:ranks]), cut(recv, counts[ranks:])
         yield from all_to_all_staged(self.window, outgoing, incoming, sent)
 
     # -- the ways ----------------------------------------------------------------------

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
 from operator import call
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,7 +27,7 @@ import numpy as np
 from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.regions import FUNCTIONS, copying
-from mpimesh.comm.requests import block_slices
+from mpimesh.comm.requests import block_slices, chunk_slices, cut
 from mpimesh.comm.shared_window import SharedWindow, WindowEntry
 
 __all__ = [
@@ -41,7 +40,6 @@ __all__ = [
     "all_to_all_work",
     "broadcast_staged",
     "broadcast_work",
-    "chunks_of",
     "do_at_once",
     "length",
     "part_of",
@@ -153,15 +151,9 @@ def part_of(size: int, itemsize: int, rank: int, ranks: int) -> slice:
     return slice(min(rank * each, size), min((rank + 1) * each, size))
 
 
-def chunks_of(size: int, step: int) -> list[slice]:
-    """Cut `size` elements into chunks of `step`."""
-    return [slice(at, min(at + step, size)) for at in range(0, size, step)]
-
-
-def pieces(part: slice, itemsize: int) -> Iterator[slice]:
+def pieces(part: slice, itemsize: int) -> list[slice]:
     """Cut a part of an array into pieces that fit into cache."""
-    step = max(1, _PIECE_BYTES // itemsize)
-    return (slice(at, min(at + step, part.stop)) for at in range(part.start, part.stop, step))
+    return chunk_slices(part.stop, _PIECE_BYTES // itemsize, part.start)
 
 
 def _copy(window: SharedWindow, rank: int, at: int, target: HostArray) -> Work:
@@ -211,8 +203,7 @@ def all_gather_work(
     window: SharedWindow, entry: WindowEntry, target: HostArray, counts: Sequence[int]
 ) -> list[Work]:
     """Return what to copy of all ranks' arrays into `target`."""
-    starts = [0, *accumulate(counts)]
-    blocks = [target[starts[rank] : starts[rank + 1]] for rank in range(window.size)]
+    blocks = cut(target, counts)
     return [_copy(window, rank, entry.sources[rank], blocks[rank]) for rank in _from_next(window)]
 
 
@@ -234,9 +225,8 @@ def all_to_all_work(
         target: Where the blocks go, one after the other.
         sent: ``sent[s][d]`` elements go from rank s to rank d.
     """
-    starts = [0, *accumulate(row[window.rank] for row in sent)]
     before = [sum(row[: window.rank]) * target.itemsize for row in sent]
-    blocks = [target[start:end] for start, end in pairwise(starts)]
+    blocks = cut(target, [row[window.rank] for row in sent])
     return [
         _copy(window, rank, entry.sources[rank] + before[rank], blocks[rank])
         for rank in _from_next(window)
@@ -259,7 +249,7 @@ def all_reduce_staged(window: SharedWindow, source: HostArray, target: HostArray
     ranks, and stages the chunk after.
     """
     dtype = source.dtype
-    chunks = chunks_of(source.size, window.stage_bytes // dtype.itemsize)
+    chunks = chunk_slices(source.size, window.stage_bytes // dtype.itemsize)
     alone = window.size == 2  # each reduces all of it
     _stage(window, source[chunks[0]])
     yield window.meet()
@@ -297,9 +287,7 @@ def all_gather_staged(
     window: SharedWindow, source: HostArray, target: HostArray, counts: Sequence[int]
 ) -> Steps:
     """Copy all ranks' ordinary arrays into `target`, a chunk of each at a time."""
-    streams: list[Stream] = [
-        [(block.stop - block.start, target[block])] for block in block_slices(counts)
-    ]
+    streams: list[Stream] = [[(block.size, block)] for block in cut(target, counts)]
     return pass_on(window, [source], streams, source.dtype)
 
 

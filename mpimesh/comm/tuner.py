@@ -14,7 +14,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,6 @@ _Way: TypeAlias = Callable[[], Request]
 class _Collectives(Protocol):
     """Those in shared memory, or on two levels, by given ways."""
 
-    def start(self, name: str, ways: Ways, *arguments: Any) -> Request: ...
     def prepare(self, name: str, ways: Ways, *arguments: Any) -> _Way: ...
 
 
@@ -76,27 +75,21 @@ def measure(
     if arena is None:
         return _measure_levels(clock, messages, shared)
 
-    def all_reduces(ways: Ways, x: HostArray) -> tuple[_Way, _Way]:
-        return (
-            lambda: messages.all_reduce(None, x, "sum"),
-            shared.prepare("all_reduce", ways, None, x, "sum"),
-        )
+    def gains_by(ways: Ways, sizes: Sequence[int]) -> dict[int, float]:
+        """Return what an all-reduce of ordinary arrays gains."""
+        gains = {}
+        for nbytes in sizes:
+            x = np.zeros(nbytes // 8)
+            gains[nbytes] = clock.gain(
+                nbytes, *_both(messages, shared, ways, "all_reduce", None, x, "sum")
+            )
+        return gains
 
-    slots, chunks = Ways("slots", "slots"), Ways("chunks", "chunks")
-    placed = Ways("mpi", "in_place")
-    in_slots = {
-        nbytes: clock.gain(nbytes, *all_reduces(slots, np.zeros(nbytes // 8)))
-        for nbytes in _SLOT_BYTES
-        if nbytes <= most_slot_bytes
-    }
-    in_chunks = {
-        nbytes: clock.gain(nbytes, *all_reduces(chunks, np.zeros(nbytes // 8)))
-        for nbytes in _CHUNKED_BYTES
-    }
+    in_slots = gains_by(Ways("slots", "slots"), [n for n in _SLOT_BYTES if n <= most_slot_bytes])
+    in_chunks = gains_by(Ways("chunks", "chunks"), _CHUNKED_BYTES)
     gains: dict[str, dict[int, float]] = {name: {} for name in OPERATIONS}
     for nbytes in _PLACED_BYTES:
-        moves = _moves(messages, shared, placed, arena, nbytes)
-        moves["all_reduce"] = all_reduces(placed, _zeros(arena, nbytes // 8))
+        moves = _moves(messages, shared, Ways("mpi", "in_place"), arena, nbytes)
         for name, both in moves.items():
             gains[name][nbytes] = clock.gain(nbytes, *both)
     slots_from, slots_to = stretch(in_slots) or (NEVER, NEVER)
@@ -116,11 +109,6 @@ def _measure_levels(clock: _Clock, messages: Communicator, shared: _Collectives)
     gains: dict[str, dict[int, float]] = {name: {} for name in names}
     for nbytes in _CROSSING_BYTES:
         moves = _moves(messages, shared, levels, None, nbytes)
-        x = np.zeros(nbytes // 8)
-        moves["all_reduce"] = (
-            partial(messages.all_reduce, None, x, "sum"),
-            partial(shared.start, "all_reduce", levels, None, x, "sum"),
-        )
         for name in names:
             gains[name][nbytes] = clock.gain(256 << 10, *moves[name], rounds=3)
     sizes = {name: crossing(gains[name], 2 * max(_CROSSING_BYTES)) for name in names}
@@ -130,25 +118,28 @@ def _measure_levels(clock: _Clock, messages: Communicator, shared: _Collectives)
 def _moves(
     messages: Communicator, shared: _Collectives, ways: Ways, arena: Arena | None, nbytes: int
 ) -> dict[str, tuple[_Way, _Way]]:
-    """Return both ways of each operation that moves arrays of so many bytes over all ranks."""
+    """Return both ways of each operation, of arrays of so many bytes over all ranks."""
     ranks = messages.size
     each = nbytes // ranks // 8
     counts = [each] * ranks
     whole, block = _zeros(arena, each * ranks), _zeros(arena, each)
     out, part = _zeros(arena, each * ranks), _zeros(arena, each)
     arguments: dict[str, tuple[Any, ...]] = {
+        "all_reduce": (None, _zeros(arena, nbytes // 8), "sum"),
         "reduce_scatter": (whole, part, counts, "sum"),
         "all_gather": (block, out, counts),
         "broadcast": (whole, 0),
         "all_to_all": (whole, out, counts, counts),
     }
+    return {name: _both(messages, shared, ways, name, *of) for name, of in arguments.items()}
 
-    def both(name: str) -> tuple[_Way, _Way]:
-        given = arguments[name]
-        method = getattr(messages, name)
-        return lambda: method(*given), shared.prepare(name, ways, *given)
 
-    return {name: both(name) for name in arguments}
+def _both(
+    messages: Communicator, shared: _Collectives, ways: Ways, name: str, *arguments: Any
+) -> tuple[_Way, _Way]:
+    """Return what starts a collective by messages, and what does in these ways."""
+    plain: _Way = partial(getattr(messages, name), *arguments)
+    return plain, shared.prepare(name, ways, *arguments)
 
 
 def _zeros(arena: Arena | None, size: int) -> HostArray:
@@ -270,35 +261,30 @@ class KeptSizes:
 
     def agreed(self, messages: Communicator, nodes: int, measured: Callable[[], Sizes]) -> Sizes:
         """Collective: return what rank 0 knows, or what all measure if it knows nothing."""
-        ranks = messages.size
-        known = self.of_ranks(ranks, nodes)
+        known = self.of_ranks(messages.size, nodes)
         if self.mode == "always" and known is not None:
             return known
         numbers = np.zeros(_NUMBERS, np.int64)
         if messages.rank == 0 and known is not None:
             numbers[...] = known.numbers
         poll(messages.broadcast(numbers, 0).test)
-        new = not numbers.all()
-        if new:
+        reason = _KEPT if numbers.all() else _MEASURED
+        if reason is _MEASURED:
             numbers[...] = measured().numbers
-        keep = messages.rank == 0 and known is None
-        return self.learn(ranks, numbers.tolist(), nodes=nodes, measured=new, keep=keep)
+        if known is None or known.numbers != numbers.tolist():  # else it says when it was measured
+            keep = messages.rank == 0 and known is None
+            known = Sizes.of_numbers(numbers.tolist(), reason)
+            self.learn(messages.size, nodes, known, keep=keep)
+        return known
 
-    def learn(
-        self, ranks: int, numbers: list[int], *, nodes: int = 1, measured: bool, keep: bool
-    ) -> Sizes:
+    def learn(self, ranks: int, nodes: int, sizes: Sizes, *, keep: bool) -> None:
         """Take over what was measured or what another rank knows; `keep` writes it down."""
-        known = self._known.get((ranks, nodes))
-        if known is not None and known.numbers == numbers:
-            return known  # which says when it was measured
-        sizes = Sizes.of_numbers(numbers, _MEASURED if measured else _KEPT)
         self._known[ranks, nodes] = sizes
         if keep and self._path is not None:
-            table = {**_read(self._path), (ranks, nodes): numbers}
+            table = {**_read(self._path), (ranks, nodes): sizes.numbers}
             # Not to be able to keep it costs the next job a tenth of a second, no more.
             with suppress(OSError):
                 write_json(self._path, {f"{r} on {n}": row for (r, n), row in table.items()})
-        return sizes
 
 
 def _machine() -> list[str]:

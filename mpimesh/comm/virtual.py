@@ -37,6 +37,7 @@ from mpimesh.comm.requests import (
     Request,
     agreed_counts,
     block_slices,
+    cut,
 )
 from mpimesh.comm.signatures import BOARD_BYTES, Signatures
 from mpimesh.errors import (
@@ -284,13 +285,13 @@ class VirtualCommunicator(Communicator):
 
     def split(self, color: int | None, key: int) -> VirtualCommunicator | None:
         """Make one communicator for each color."""
-        collective = self._join("split", None, None, None, color=color, key=key)
+        collective = self._join("split", None, None, None, () if color is None else (color, key))
         self.wait(collective.is_done, what="split")
         return self._part(collective, color)
 
     def idup(self) -> Steps:
         """Make a communicator of the same ranks without waiting; the steps' value."""
-        collective = self._join("split", None, None, None, color=0, key=self.rank)
+        collective = self._join("split", None, None, None, (0, self.rank))
         yield Condition(collective.is_done)
         return self._part(collective, 0)
 
@@ -331,10 +332,7 @@ class VirtualCommunicator(Communicator):
         rule: object,
         send: HostArray | None,
         recv: HostArray | None,
-        counts: Sequence[int] = (),
-        *,
-        color: int | None = None,
-        key: int = 0,
+        numbers: Sequence[int] = (),
     ) -> _Collective:
         """Bring this rank's part of its next collective; the last rank to come completes it."""
         with self.world.changed:
@@ -342,7 +340,7 @@ class VirtualCommunicator(Communicator):
             self._sequence += 1
             collective = self._context.collectives.setdefault(number, _Collective())
             collective.contributions[self.rank] = _Contribution(
-                operation, rule, send, recv, tuple(counts), color, key
+                operation, rule, send, recv, tuple(numbers)
             )
             if len(collective.contributions) == self.size:
                 del self._context.collectives[number]
@@ -440,18 +438,15 @@ class _Contribution:
         rule: Must be equal on all ranks: the reduction, the root.
         send: The rank's input, if it has one.
         recv: Where its output goes, if it gets one.
-        counts: Elements of the block for each rank, and then of that from each, in an all-to-all.
-        color: Of a split.
-        key: Of a split.
+        numbers: In an all-to-all the elements of the block for each rank, and then of that from
+            each; in a split color and key, nothing for a rank that is in no part.
     """
 
     operation: str
     rule: object
     send: HostArray | None
     recv: HostArray | None
-    counts: tuple[int, ...]
-    color: int | None
-    key: int
+    numbers: tuple[int, ...]
 
 
 def _split(
@@ -459,8 +454,9 @@ def _split(
 ) -> dict[int, tuple[_Context, tuple[int, ...]]]:
     members: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for rank, part in enumerate(parts):
-        if part.color is not None:
-            members[part.color].append((part.key, rank))
+        if part.numbers:
+            color, key = part.numbers
+            members[color].append((key, rank))
     return {
         color: (_Context(world), tuple(rank for _, rank in sorted(ranks)))
         for color, ranks in members.items()
@@ -512,11 +508,8 @@ def _exchanged(parts: Sequence[_Contribution]) -> HostArray:
     """Lay the blocks for rank 0 one after the other, then those for rank 1, and so on."""
     sends = [part.send for part in parts if part.send is not None]
     itemsize = sends[0].itemsize
-    agreed_counts([[count * itemsize for count in part.counts] for part in parts])
-    rows = [
-        [send[block] for block in block_slices(part.counts[: len(parts)])]
-        for send, part in zip(sends, parts, strict=True)
-    ]
+    agreed_counts([[count * itemsize for count in part.numbers] for part in parts])
+    rows = [cut(s, p.numbers[: len(parts)]) for s, p in zip(sends, parts, strict=True)]
     return np.concatenate([block for column in zip(*rows, strict=True) for block in column])
 
 

@@ -12,8 +12,8 @@ from mpimesh.comm.tuner import KeptSizes
 def test_an_mpi_that_is_told_to_send_otherwise_is_measured_anew(monkeypatch, tmp_path, name):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(name, raising=False)
-    numbers = Sizes([1] * len(OPERATIONS), "", slots_from=77).numbers
-    KeptSizes.of_machine("auto").learn(3, numbers, measured=True, keep=True)
+    sizes = Sizes([1] * len(OPERATIONS), "", slots_from=77)
+    KeptSizes.of_machine("auto").learn(3, 1, sizes, keep=True)
     assert KeptSizes.of_machine("auto").of_ranks(3) is not None
     monkeypatch.setenv(name, "x")
     assert KeptSizes.of_machine("auto").of_ranks(3) is None

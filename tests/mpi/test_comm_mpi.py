@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpimesh.comm.engine import poll
+from mpimesh.errors import TransportError
 from tests.contract.communicators import CHECKS
 
 
@@ -56,42 +57,34 @@ class Fake:
         return self.done
 
 
-def test_what_a_start_raises_is_its_own(comm):
+def test_what_a_queued_start_raises_is_its_own(comm, monkeypatch):
     """But for what comes from a signal handler: then it is started again."""
-    from mpimesh.comm.mpi import CollectiveOrder
+    from mpimesh.comm import mpi
 
-    order, first, interrupts = CollectiveOrder(), Fake(False), [KeyboardInterrupt]
+    communicator = mpi.MPICommunicator.duplicate(comm)
+    alone = Fake(False)
+    communicator.engine.stage(communicator._order, (request for request in [alone]))
+    raised, real = [KeyboardInterrupt(), TransportError("refused")], mpi._begin
 
-    def interrupted():
-        if interrupts:
-            raise interrupts.pop()
-        return Fake(True)
+    def begin(*call):
+        if raised:
+            raise raised.pop(0)
+        return real(*call)
 
-    starts: list[str] = []
-
-    def after():
-        starts.append("after")
-        return Fake(True)
-
-    def handled():
-        # As a signal handler that looks for something else, just before the start.
-        assert not order.add(after).test()
-        starts.append("handled")
-        return Fake(True)
-
-    def refused():
-        raise ValueError("refused")
-
-    alone = order.add(lambda: first, alone=True)
-    requests = [order.add(start) for start in (interrupted, refused, handled)]
-    assert not any(request.test() for request in (alone, *requests))
-    first.done = True
+    monkeypatch.setattr(mpi, "_begin", begin)
+    totals = [np.array([communicator.rank + number]) for number in range(2)]
+    refused, *requests = [
+        communicator.barrier(),
+        *(communicator.all_reduce(None, total, "sum") for total in totals),
+    ]
+    assert not any(request.test() for request in (refused, *requests))
+    alone.done = True
     with pytest.raises(KeyboardInterrupt):
-        alone.test()
-    assert alone.test()
-    assert requests[0].test()
-    with pytest.raises(ValueError, match="refused"):
-        requests[1].test()
-    assert requests[2].test()
-    assert starts == ["handled", "after"]
-    assert not order.busy
+        refused.test()
+    with pytest.raises(TransportError, match="refused"):
+        refused.test()
+    for number, (request, total) in enumerate(zip(requests, totals, strict=True)):
+        poll(request.test)
+        assert total == sum(range(number, comm.size + number))
+    assert not communicator.engine.busy(communicator._order)
+    communicator.free()

@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
+from mpimesh.comm import VirtualWorld, virtual_communicators
 from mpimesh.comm.algorithms import NEVER, OPERATIONS, Algorithms, Row, Sizes, Ways
 from mpimesh.comm.tuner import KeptSizes, crossing, stretch
 from tests.helpers.raises import raises
@@ -120,18 +121,14 @@ def test_sizes_are_made_again_from_their_numbers():
 
 def test_what_was_measured_is_kept_for_the_next_job(tmp_path):
     path = tmp_path / "folder" / "sizes.json"
-    numbers = Sizes(SIZES, "", slots_from=77).numbers
-    first = KeptSizes("auto", path).learn(3, numbers, measured=True, keep=True)
-    again = KeptSizes("auto", path).of_ranks(3)
-    assert again is not None
+    (comm,) = virtual_communicators(VirtualWorld(1))
+    measured = Sizes(SIZES, "", slots_from=77)
+    kept = KeptSizes("auto", path)
+    first = kept.agreed(comm, 1, lambda: measured)
+    assert first.numbers == measured.numbers
+    assert kept.agreed(comm, 1, pytest.fail) is first, "it does not change when it was measured"
+    again = KeptSizes("auto", path).agreed(comm, 1, pytest.fail)
     assert (again.numbers, again.reason != first.reason) == (first.numbers, True)
-
-
-def test_another_group_does_not_change_when_it_was_measured():
-    numbers = Sizes(SIZES, "", slots_from=77).numbers
-    kept = KeptSizes("auto", None)
-    first = kept.learn(3, numbers, measured=True, keep=False)
-    assert kept.learn(3, numbers, measured=False, keep=False).reason == first.reason
 
 
 def test_no_array_is_as_large_as_never():
@@ -164,7 +161,7 @@ def test_ranks_on_other_nodes_are_another_group(tmp_path):
     kept = KeptSizes("auto", path)
     rows = {(4, 1): 5, (4, 2): 6, (8, 2): 7}
     for (ranks, nodes), number in rows.items():
-        kept.learn(ranks, [number] * NUMBERS, nodes=nodes, measured=True, keep=True)
+        kept.learn(ranks, nodes, Sizes.of_numbers([number] * NUMBERS, ""), keep=True)
     again = KeptSizes("auto", path)
     for (ranks, nodes), number in rows.items():
         found = again.of_ranks(ranks, nodes)

@@ -44,7 +44,7 @@ def test_all_ranks_of_a_rail_agree_on_what_travels(found):
         assert [seen.sources(rail) for rail in range(seen.count)] == [
             rails.sources(rail) for rail in range(rails.count)
         ]
-        assert found[seen.node_of(other)].count(other) == 1
+        assert found[seen.node_of[other]].count(other) == 1
     carried = []
     for rail in range(rails.count):
         for turn, row in enumerate(rails.sources(rail)):
