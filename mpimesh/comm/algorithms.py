@@ -17,7 +17,7 @@ The sizes at which they cross are measured (`tuner.py`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -129,9 +129,6 @@ class Algorithms(Sequence[Row]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._rows)
-
     def __eq__(self, other: object) -> bool:
         """Tell whether another table has the same rows."""
         return isinstance(other, Algorithms) and self._rows == other._rows
@@ -159,10 +156,6 @@ class Algorithms(Sequence[Row]):
             found = Ways(*[self.pick(operation, memory, nbytes) for memory in ("host", "shared")])
             self._ways[key] = found
         return found
-
-    def has(self, algorithm: str) -> bool:
-        """Tell whether a row has this algorithm."""
-        return any(row.algorithm == algorithm for row in self._rows)
 
     def with_setting(self, operation: str, algorithm: str, most_bytes: int) -> Algorithms:
         """Return this table with what the user has set for an operation on host memory.

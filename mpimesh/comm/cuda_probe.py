@@ -168,12 +168,11 @@ class CudaAwareProbe:
         self,
         communicator: Communicator,
         operations: Sequence[str] = OPERATIONS,
-        memory: str = "device",
         *,
         fresh: bool = False,
     ) -> dict[str, ProbeResult]:
         """Collective: as :meth:`steps`, and wait for it. Nothing else moves meanwhile."""
-        steps = self.steps(communicator, operations, memory, fresh=fresh)
+        steps = self.steps(communicator, operations, fresh=fresh)
         request = ProgressEngine().stage("probe", steps)
         communicator.wait(request.test, what="the proof of CUDA-aware MPI")
         results: dict[str, ProbeResult] = request.value

@@ -254,11 +254,6 @@ class ProgressEngine:
         self._crowd = max(self._crowd, ranks)
         self.has_core = self._crowd <= cores
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is unfinished."""
-        return not self.pending
-
     def busy(self, chain: Hashable) -> bool:
         """Tell whether an operation of `chain` is unfinished, so that the next must queue."""
         tail = self.tails.get(chain)

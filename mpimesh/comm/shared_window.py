@@ -485,10 +485,7 @@ class SharedWindow:
 
     def views(self, places: Sequence[int], nbytes: int, dtype: DType) -> list[HostArray]:
         """Return the arrays of all ranks that begin at `places` of their arenas."""
-        return [
-            memory[at : at + nbytes].view(dtype)
-            for memory, at in zip(self._memories, places, strict=True)
-        ]
+        return [self.view(member, at, nbytes, dtype) for member, at in enumerate(places)]
 
     def view(self, member: int, at: int, nbytes: int, dtype: DType) -> HostArray:
         """Return the array that begins at `at` of a rank's arena."""

@@ -30,9 +30,9 @@ def test_what_begins_moves_at_once_and_goes_when_it_is_done(at):
     request = Counted(engine, at)
     request.begin()
     assert request.moves == 1
-    assert engine.idle == engine_is_free(engine) == (at == 1)
+    assert (not engine.pending) == engine_is_free(engine) == (at == 1)
     engine.advance()
-    assert engine.idle
+    assert not engine.pending
     assert engine_is_free(engine)
     assert request.moves == at
 
@@ -58,7 +58,7 @@ def test_an_interrupted_begin_is_moved_along_all_the_same():
     request.failure = None
     engine.advance()
     assert request.done
-    assert engine.idle
+    assert not engine.pending
 
 
 def test_what_has_ended_unseen_holds_nothing_up():
@@ -67,7 +67,7 @@ def test_what_has_ended_unseen_holds_nothing_up():
     request.begin()
     assert not engine.idle
     request.test()
-    assert engine.idle
+    assert not engine.pending
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_request_begins_again_after_what_its_chain_has_under_way():
         assert not second.done  # it waits for the first
         assert second.test()
         assert first.done
-        assert engine.idle
+        assert not engine.pending
 
 
 class Tick(Exception):
@@ -163,7 +163,7 @@ def test_an_exception_anywhere_in_the_engine_loses_no_operation():
         for _ in range(5):
             engine.advance()
         assert all(request.test() for request in requests), at
-        assert engine.idle
+        assert not engine.pending
         if not hit:
             break
     assert at > 8
@@ -191,7 +191,7 @@ def test_a_step_that_failed_ends_its_operation_and_no_other(error):
         with pytest.raises(KeyboardInterrupt):
             engine.stage("chain", steps())
     engine.advance()
-    assert engine.idle
+    assert not engine.pending
     assert engine_is_free(engine)
     if request is not None:
         with pytest.raises(type(error)):
