@@ -31,11 +31,10 @@ from mpimesh.arrays.namespace import Array, Formula, fused, is_cupy, namespace
 from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.layout.boxes import even_sizes
 from mpimesh.nn import protocol
-from mpimesh.nn.checks import check_extent, check_mask, check_sequence, parted, sum_dtype
 from mpimesh.nn.dropout import WeightDropout, check_share, key_at
 from mpimesh.nn.embedding import RotaryEmbedding
 from mpimesh.nn.linear import Linear, SplitLayer
-from mpimesh.nn.protocol import Context
+from mpimesh.nn.protocol import Context, check_extent, check_mask, check_sequence, parted, sum_dtype
 from mpimesh.nn.split import AxisRun, RankGroup, SequenceSplit, Split, SplitRanks
 
 __all__ = ["Attention", "BlockAttention", "ParallelAttention", "head_runs"]

@@ -14,10 +14,19 @@ from mpimesh.arrays import DTypeLike
 from mpimesh.arrays.namespace import Array, DType, namespace
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn import protocol
-from mpimesh.nn.checks import check_context, check_sequence, layer_advice, parted, sum_dtype
 from mpimesh.nn.module import Module
 from mpimesh.nn.parameter import Parameter, is_float_dtype
-from mpimesh.nn.protocol import Context, FeaturePart, SupportsLayer, is_layer
+from mpimesh.nn.protocol import (
+    Context,
+    FeaturePart,
+    SupportsLayer,
+    check_context,
+    check_sequence,
+    is_layer,
+    layer_advice,
+    parted,
+    sum_dtype,
+)
 
 __all__ = ["Add", "Checkpoint", "Concat", "MeanPool", "Sequential", "is_plain"]
 
@@ -150,15 +159,7 @@ class Sequential(Module):
             ModuleStateError: If a layer returns no gradient while a layer before
                 it has parameters to train.
         """
-        dx: Array | None = dy
-        for place in reversed(range(len(self._layers))):
-            if self.before is not None:
-                self.before(self._layers[place], True)
-            dx = protocol.backward_input(self._layers[place], dx, ctx)
-            if dx is None:
-                self._stop_at(place, ctx)
-                break
-        return dx
+        return self._run_back(protocol.backward_input, dy, ctx)
 
     def backward_weight(self, ctx: Context) -> None:
         """Run the layers' `backward_weight` from last to first, as `backward` does."""
@@ -174,27 +175,32 @@ class Sequential(Module):
         the last layer's are ready, and its memory is free, before the first
         layer's turn.
         """
-        dx: Array | None = dy
-        for place in reversed(range(len(self._layers))):
-            if self.before is not None:
-                self.before(self._layers[place], True)
-            dx = self._layers[place].backward(dx, ctx)
-            if dx is None:
-                self._stop_at(place, ctx)
-                break
-        return dx
+        return self._run_back(lambda layer, dx, ctx: layer.backward(dx, ctx), dy, ctx)
 
-    def _stop_at(self, place: int, ctx: Context) -> None:
-        """Free what the layers before `place` saved: their backward will not run."""
-        before = self._layers[:place]
-        for layer in before:
-            if layer.parameters():
-                raise ModuleStateError(
-                    f"{self._layers[place]!r} gives no gradient for its input, so {layer!r} before "
-                    "it would never be trained: put it after that layer"
-                )
-        for layer in before:
-            _drop(layer, ctx)
+    def _run_back(
+        self,
+        back: Callable[[SupportsLayer, Array, Context], Array | None],
+        dy: Array,
+        ctx: Context,
+    ) -> Array | None:
+        """Run `back` of the layers from last to first, up to one whose input has no gradient."""
+        dx: Array | None = dy
+        left = list(self._layers)
+        while left and dx is not None:
+            layer = left.pop()
+            if self.before is not None:
+                self.before(layer, True)
+            dx = back(layer, dx, ctx)
+        if dx is None:
+            for before in left:
+                if before.parameters():
+                    raise ModuleStateError(
+                        f"{layer!r} gives no gradient for its input, so {before!r} before it would "
+                        "never be trained: put it after that layer"
+                    )
+            for before in left:  # whose backward will not run
+                _drop(before, ctx)
+        return dx
 
     def __len__(self) -> int:
         return len(self._layers)

@@ -18,9 +18,8 @@ from mpimesh.arguments import as_real
 from mpimesh.arrays.namespace import Array, namespace, zeros_where_not
 from mpimesh.arrays.random_bits import key_of, random_words
 from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
-from mpimesh.nn.checks import check_extent, check_floats
 from mpimesh.nn.module import Module
-from mpimesh.nn.protocol import Context, FeaturePart
+from mpimesh.nn.protocol import Context, FeaturePart, check_extent, check_floats
 from mpimesh.nn.split import RankGroup, SplitRanks
 
 __all__ = ["Dropout", "ParallelDropout", "WeightDropout", "check_share", "draw_kept", "key_at"]

@@ -11,7 +11,12 @@ import numpy as np
 from mpimesh.arguments import as_flag, as_real, shape_of
 from mpimesh.arrays.namespace import Array, DType, is_cupy, namespace
 from mpimesh.errors import ModuleError, ShapeError
-from mpimesh.nn.checks import (
+from mpimesh.nn.dropout import Dropout, check_share
+from mpimesh.nn.module import Composite, Module
+from mpimesh.nn.norms import LayerNorm
+from mpimesh.nn.parameter import Normal, Parameter
+from mpimesh.nn.protocol import (
+    Context,
     check_extent,
     check_features,
     check_floats,
@@ -22,12 +27,6 @@ from mpimesh.nn.checks import (
     parted,
     sum_dtype,
 )
-from mpimesh.nn.dropout import Dropout, check_share
-from mpimesh.nn.initializers import Normal
-from mpimesh.nn.module import Composite, Module
-from mpimesh.nn.norms import LayerNorm
-from mpimesh.nn.parameter import Parameter
-from mpimesh.nn.protocol import Context
 from mpimesh.nn.split import RankGroup, SequenceSplit, Split
 
 __all__ = [
@@ -90,8 +89,7 @@ class Embedding(Module):
         self.features = check_extent("features", features)
         shape = (self.num_embeddings, self.features)
         self.weight = Parameter("weight", shape, Normal(std))
-        who = type(self).__name__
-        split = Split.over(group, sequence, who=who, must=self.must_split)
+        split = Split.over(self, group, sequence, must=self.must_split)
         if split is not None:
             self.set_split(split)
 
@@ -388,16 +386,17 @@ class BertEmbedding(Composite):
         if isinstance(x, tuple) and len(x) == 3:
             types, x = x[2], x[:2]
         ids, mask = parted(self, x, ctx)
-        if len(shape_of(ids) or ()) != 2:
-            raise ShapeError(f"{self!r}: ids must have shape (batch, tokens), got {_shape(ids)}")
+        shape = shape_of(ids) or ()
+        if len(shape) != 2:
+            raise ShapeError(f"{self!r}: ids must have shape (batch, tokens), got {shape}")
         if mask is not None:
-            check_mask(mask, tuple(ids.shape))
+            check_mask(mask, shape)
         if types is None:
             types = namespace(ids).zeros_like(ids)
-        elif _shape(types) != _shape(ids):
+        elif shape_of(types) != shape:
             raise ShapeError(
-                f"{self!r}: type ids must have the shape of the ids, {_shape(ids)}, got "
-                f"{_shape(types)}"
+                f"{self!r}: type ids must have the shape of the ids, {shape}, got "
+                f"{shape_of(types) or ()}"
             )
         y = self.positions.forward(self.words.forward(ids, ctx), ctx)
         y += self.types.forward(types, ctx)
@@ -416,10 +415,6 @@ class BertEmbedding(Composite):
             f"BertEmbedding({self.words.num_embeddings}, {self.positions.max_tokens}, "
             f"{self.words.features})"
         )
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    return shape_of(x) or ()
 
 
 def _add_up_sorted(ids: Array, rows: Array) -> tuple[Array, Array]:

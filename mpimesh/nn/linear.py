@@ -13,7 +13,11 @@ from mpimesh.arrays.namespace import Array, namespace
 from mpimesh.errors import LayoutError, ModuleError, ShapeError
 from mpimesh.layout import Placement, PlacementLike, Shard
 from mpimesh.nn import protocol
-from mpimesh.nn.checks import (
+from mpimesh.nn.module import Composite, Module
+from mpimesh.nn.parameter import Parameter, Uniform
+from mpimesh.nn.protocol import (
+    Context,
+    FeaturePart,
     check_extent,
     check_features,
     check_floats,
@@ -21,10 +25,6 @@ from mpimesh.nn.checks import (
     parted,
     sum_dtype,
 )
-from mpimesh.nn.initializers import Uniform
-from mpimesh.nn.module import Composite, Module
-from mpimesh.nn.parameter import Parameter
-from mpimesh.nn.protocol import Context, FeaturePart
 from mpimesh.nn.split import AxisRun, RankGroup, SequenceSplit, Split, SplitRanks
 
 __all__ = ["ColumnParallelLinear", "Linear", "RowParallelLinear", "SplitLayer"]
@@ -109,14 +109,9 @@ class Linear(Module):
         self.bias = Parameter("bias", (self.out_features,), start) if with_bias else None
         gather = as_flag(gather_output, "gather_output", ModuleError)
         weight = self._placement if weight is None else weight
-        if group is None:
-            if weight is not None or sequence is not None or gather:
-                raise ModuleError(
-                    "weight, sequence and gather_output say how a layer is split over the ranks of "
-                    "a group: give group=, such as mesh.group('tp')"
-                )
+        split = Split.over(self, group, sequence, must=weight is not None or gather)
+        if split is None:
             return
-        split = Split(group, sequence)
         axis, runs = _axis_of(weight, split)
         if gather and axis:
             raise ModuleError("gather_output is for weight='S0': every rank has all outputs of S1")
@@ -330,8 +325,7 @@ class SplitLayer(Composite):
             ModuleError: As :meth:`set_split`, or if `group` is missing.
             GroupError: If this rank is not in the group.
         """
-        who = type(self).__name__
-        split = Split.over(group, sequence, who=who, must=self.must_split)
+        split = Split.over(self, group, sequence, must=self.must_split)
         if split is not None:
             self.set_split(split)
 
@@ -342,7 +336,15 @@ class SplitLayer(Composite):
             ModuleError: If they are no plain linear ones, or cannot be split so.
             ModuleStateError: If the layer has memory.
         """
-        layers = self._plain(*(getattr(self, name) for name in self.linears))
+        layers: list[Linear] = []
+        for name in self.linears:
+            layer = getattr(self, name)
+            if type(layer) is not Linear or layer.split is not None:
+                raise ModuleError(
+                    f"{type(self).__name__}: only plain Linear layers within can be split, got "
+                    f"{layer!r}"
+                )
+            layers.append(layer)
         runs = self._runs(split.ranks)
         for layer, of_layer in zip(layers[:-1], runs, strict=False):
             layer.set_split(split, 0, of_layer, within=True)
@@ -420,20 +422,6 @@ class SplitLayer(Composite):
         x = whole.resolve()
         for layer in first:
             layer.add_gradients(x, ctx)
-
-    def _plain(self, *layers: protocol.SupportsLayer) -> list[Linear]:
-        """Return layers within if they can be split.
-
-        Raises:
-            ModuleError: If one is something else than an unsplit Linear.
-        """
-        for layer in layers:
-            if type(layer) is not Linear or layer.split is not None:
-                raise ModuleError(
-                    f"{type(self).__name__}: only plain Linear layers within can be split, got "
-                    f"{layer!r}"
-                )
-        return [layer for layer in layers if isinstance(layer, Linear)]
 
 
 def _flat(x: Array) -> Array:

@@ -20,8 +20,14 @@ from mpimesh.arguments import as_int, as_real, shown
 from mpimesh.arrays.dtypes import is_half
 from mpimesh.arrays.namespace import Array, namespace
 from mpimesh.errors import DTypeError, ModuleError, ShapeError, tell_elsewhere
-from mpimesh.nn.checks import check_extent, check_floats, first_outside, sum_dtype, tensor_advice
-from mpimesh.nn.protocol import FeaturePart
+from mpimesh.nn.protocol import (
+    FeaturePart,
+    check_extent,
+    check_floats,
+    first_outside,
+    sum_dtype,
+    tensor_advice,
+)
 from mpimesh.nn.split import RankGroup, SplitRanks
 
 __all__ = [

@@ -40,9 +40,8 @@ from mpimesh.arrays import DTypeLike
 from mpimesh.arrays.namespace import Array
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn import protocol
-from mpimesh.nn.checks import check_context
-from mpimesh.nn.parameter import Parameter, check_state, float_dtype, load_values
-from mpimesh.nn.protocol import Context, FeaturePart, SupportsLayer, is_layer
+from mpimesh.nn.parameter import Parameter, check_state, check_values, float_dtype
+from mpimesh.nn.protocol import Context, FeaturePart, SupportsLayer, check_context, is_layer
 from mpimesh.nn.split import SequenceSplit
 
 __all__ = ["Composite", "Module", "leaves"]
@@ -268,11 +267,11 @@ class Module(ABC):
             )
         return part
 
-    def set_sequence(self, sequence: SequenceSplit) -> None:
-        """Treat this rank's places of split sequences from now on, before there is memory. Local.
+    def set_sequence(self, sequence: SequenceSplit) -> Self:
+        """Treat this rank's places of split sequences from now on; returns the module. Local.
 
-        For a layer that treats each place by itself. All parameters under it become such whose
-        gradients are summed over the ranks.
+        For a layer that treats each place by itself, before it has memory. All parameters under it
+        become such whose gradients are summed over the ranks.
 
         Args:
             sequence: How sequences are split.
@@ -284,13 +283,14 @@ class Module(ABC):
             if parameter.data is not None or parameter.layout is not None:
                 raise ModuleError(
                     f"{self!r}: parameter {parameter.name!r} has memory, or is split; "
-                    "split_sequence comes before materialize, once"
+                    "set_sequence comes before materialize, once"
                 )
             sequence.ranks.lay(parameter, None)
         for _, child in self.named_children():
             if isinstance(child, Module):
                 child.set_sequence(sequence)
         self.sequence = sequence
+        return self
 
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters."""
@@ -326,7 +326,8 @@ class Module(ABC):
                 f"a state must name each parameter once; missing: {missing or 'none'}, "
                 f"unknown: {unknown or 'none'}"
             )
-        load_values(named, state)
+        for data, values in check_values(named, state):
+            data[...] = values
 
     # -- modes ------------------------------------------------------------------
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from mpimesh.arguments import as_real
 from mpimesh.arrays.namespace import Array, Formula, fused, is_cupy, namespace
-from mpimesh.nn.checks import check_eps, check_extent, check_features, check_floats, sum_dtype
-from mpimesh.nn.initializers import Constant
+from mpimesh.errors import ModuleError
 from mpimesh.nn.module import Module
-from mpimesh.nn.parameter import Parameter
-from mpimesh.nn.protocol import Context
+from mpimesh.nn.parameter import Constant, Parameter
+from mpimesh.nn.protocol import Context, check_extent, check_features, check_floats, sum_dtype
 
 __all__ = ["LayerNorm", "Normalize", "RMSNorm"]
 
@@ -23,7 +23,7 @@ class _Norm(Module):
 
     def __init__(self, features: int, eps: float) -> None:
         self.features = check_extent("features", features)
-        self.eps = check_eps(eps)
+        self.eps = as_real(eps, "eps", ModuleError, above=0)
         self.weight = Parameter("weight", (self.features,), Constant(1.0))
 
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
@@ -169,7 +169,7 @@ class Normalize(Module):
     mixes_features = True
 
     def __init__(self, *, eps: float = 1e-12) -> None:
-        self.eps = check_eps(eps)
+        self.eps = as_real(eps, "eps", ModuleError, above=0)
 
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
         """Return `x` with vectors of length 1.

@@ -28,9 +28,8 @@ from mpimesh.arrays.namespace import Array
 from mpimesh.errors import GroupError, ModuleError, ShapeError
 from mpimesh.layout import layout_of_runs
 from mpimesh.layout.boxes import even_sizes
-from mpimesh.nn.checks import check_extent
 from mpimesh.nn.parameter import Parameter
-from mpimesh.nn.protocol import Context, FeaturePart
+from mpimesh.nn.protocol import Context, FeaturePart, check_extent
 
 __all__ = ["AxisRun", "Pending", "RankGroup", "SequenceSplit", "Split", "SplitRanks", "watch"]
 
@@ -339,15 +338,20 @@ class Split:
 
     @classmethod
     def over(
-        cls, group: RankGroup | None, sequence: SequenceSplit | None, *, who: str, must: bool
+        cls,
+        layer: object,
+        group: RankGroup | None,
+        sequence: SequenceSplit | None,
+        *,
+        must: bool,
     ) -> Split | None:
         """Return the split that the options of a layer ask for; None for a whole one.
 
         Args:
+            layer: The layer.
             group: The ranks.
             sequence: How activations outside of the layer are split.
-            who: The layer, as an error calls it.
-            must: Whether there is no whole one.
+            must: Whether the layer is refused without a group.
 
         Raises:
             ModuleError: If a group is missing.
@@ -357,7 +361,8 @@ class Split:
             return cls(group, sequence)
         if sequence is not None or must:
             raise ModuleError(
-                f"{who} is split over the ranks of a group: give group=, such as mesh.group('tp')"
+                f"{type(layer).__name__} is split, by its class, its weight or a sequence, over "
+                "the ranks of a group: give group=, such as mesh.group('tp')"
             )
         return None
 

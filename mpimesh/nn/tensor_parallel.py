@@ -8,18 +8,17 @@ from mpimesh.arguments import as_flag, as_int, shown
 from mpimesh.errors import ModuleError
 from mpimesh.nn.activations import GELU, ReLU, SiLU, Tanh
 from mpimesh.nn.attention import Attention
-from mpimesh.nn.checks import check_extent
 from mpimesh.nn.containers import Checkpoint, Sequential
 from mpimesh.nn.dropout import Dropout, ParallelDropout, check_share
 from mpimesh.nn.embedding import Embedding, PositionalEmbedding
 from mpimesh.nn.linear import ColumnParallelLinear, Linear
 from mpimesh.nn.module import Module, leaves
 from mpimesh.nn.norms import LayerNorm, RMSNorm
-from mpimesh.nn.protocol import FeaturePart, SupportsLayer, Visited, is_layer, set_part
+from mpimesh.nn.protocol import FeaturePart, Visited, check_extent, is_layer, set_part
 from mpimesh.nn.split import RankGroup, SequenceSplit, Split, SplitRanks
 from mpimesh.nn.transformer import BertBlock, FeedForward, GptBlock, SwiGLU
 
-__all__ = ["gpt_layers", "split_groups", "split_layers", "split_sequence", "tensor_parallel"]
+__all__ = ["gpt_layers", "split_groups", "tensor_parallel"]
 
 L = TypeVar("L", bound=Module)
 
@@ -76,7 +75,18 @@ def tensor_parallel(model: L, group: RankGroup, *, sequence: SequenceSplit | Non
             "the layers first, then give them to DataParallel or to stages, which make their "
             "memory"
         )
-    split_layers(model, split)
+    _split(model, split, Visited())
+    for layer in leaves(model):
+        if not isinstance(layer, Module) or _is_split(layer):
+            continue
+        for parameter in layer._own_parameters():
+            if parameter.layout is not None:
+                raise ModuleError(
+                    f"parameter {parameter.name!r} of shape {parameter.global_shape} stands in "
+                    f"several layers of which some are split and {layer!r} is not; give each layer "
+                    "one of its own, or see gpt_layers(tied=True). The model is half split now: "
+                    "make another"
+                )
     if model.parameters() and not split_groups(model):
         names = ", ".join(kind.__name__ for kind in _SPLIT)
         raise ModuleError(
@@ -98,44 +108,6 @@ def split_groups(*layers: object) -> list[RankGroup]:
                 if isinstance(ranks, SplitRanks):
                     found[ranks.group] = None
     return list(found)
-
-
-def split_layers(model: SupportsLayer, split: Split) -> None:
-    """Do what :func:`tensor_parallel` does, also for a layer that stays whole. Local.
-
-    Raises:
-        ModuleError: As that, where a layer cannot be as it is among split ones.
-        ModuleStateError: If a layer has memory.
-    """
-    _split(model, split, Visited())
-    for layer in leaves(model):
-        if not isinstance(layer, Module) or _is_split(layer):
-            continue
-        for parameter in layer._own_parameters():
-            if parameter.layout is not None:
-                raise ModuleError(
-                    f"parameter {parameter.name!r} of shape {parameter.global_shape} stands in "
-                    f"several layers of which some are split and {layer!r} is not; give each layer "
-                    "one of its own, or see gpt_layers(tied=True). The model is half split now: "
-                    "make another"
-                )
-
-
-def split_sequence(layer: L, sequence: SequenceSplit) -> L:
-    """Let `layer`, such as a LayerNorm, work on a split sequence; returns it. Local.
-
-    For layers that treat each place by itself. All parameters under it become such whose
-    gradients are summed over the ranks; see :meth:`mpimesh.nn.Module.set_sequence`.
-
-    Args:
-        layer: The layer, whose parameters have no memory yet.
-        sequence: How sequences are split.
-
-    Raises:
-        ModuleError: If a parameter has memory, or is split already.
-    """
-    layer.set_sequence(sequence)
-    return layer
 
 
 def _is_split(layer: object) -> bool:
@@ -312,9 +284,7 @@ def gpt_layers(
         head = Linear(features, vocab_size, bias=False)
     else:
         sequence = SequenceSplit(tp, length=tokens) if sequence_parallel else None
-        split = Split(tp, sequence)
-        for layer in layers:
-            split_layers(layer, split)
+        tensor_parallel(Sequential(layers), tp, sequence=sequence)
         head = ColumnParallelLinear(features, vocab_size, group=tp, bias=False, sequence=sequence)
     if tied:
         head.weight = dict(layers[0].named_parameters())["weight"]

@@ -11,13 +11,12 @@ from mpimesh.errors import ModuleError
 from mpimesh.nn import protocol
 from mpimesh.nn.activations import GELU, sigmoid, silu_slope
 from mpimesh.nn.attention import Attention
-from mpimesh.nn.checks import check_extent, check_sequence, joined, parted, sum_dtype
 from mpimesh.nn.dropout import Dropout, check_share
 from mpimesh.nn.embedding import RotaryEmbedding
 from mpimesh.nn.linear import Linear, SplitLayer
 from mpimesh.nn.module import Composite
 from mpimesh.nn.norms import LayerNorm, RMSNorm
-from mpimesh.nn.protocol import Context
+from mpimesh.nn.protocol import Context, check_extent, check_sequence, joined, parted, sum_dtype
 from mpimesh.nn.split import RankGroup, SequenceSplit, Split
 
 __all__ = [

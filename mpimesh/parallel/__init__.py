@@ -6,7 +6,7 @@ from mpimesh.nn.embedding import VocabParallelEmbedding
 from mpimesh.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mpimesh.nn.losses import VocabParallelCrossEntropy
 from mpimesh.nn.split import SequenceSplit
-from mpimesh.nn.tensor_parallel import gpt_layers, split_sequence, tensor_parallel
+from mpimesh.nn.tensor_parallel import gpt_layers, tensor_parallel
 from mpimesh.nn.transformer import ParallelFeedForward, ParallelSwiGLU
 from mpimesh.parallel.bucket import Bucket
 from mpimesh.parallel.bucket_plan import BucketTuning
@@ -62,7 +62,6 @@ __all__ = [
     "reduce_gradients",
     "replica_rows",
     "split_microbatches",
-    "split_sequence",
     "sum_shared_gradients",
     "tensor_parallel",
 ]

@@ -21,7 +21,7 @@ from mpimesh.errors import (
 )
 from mpimesh.layout import Layout, Replicate, Shard
 from mpimesh.nn import Loss
-from mpimesh.nn.checks import loss_advice
+from mpimesh.nn.protocol import loss_advice
 from mpimesh.parallel.header import (
     OWN_ROWS,
     UNKNOWN,

@@ -22,7 +22,7 @@ from mpimesh.layout import Layout
 from mpimesh.layout.boxes import slices
 from mpimesh.nn import Parameter
 from mpimesh.nn.attention import head_runs
-from mpimesh.nn.initializers import first_values
+from mpimesh.nn.parameter import first_values
 from mpimesh.parallel.split_layers import TensorModel
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import on_ranks
@@ -324,8 +324,8 @@ def test_what_is_refused():
             mm.tensor_parallel(nn.Sequential(nn.Concat()), tp, sequence=sequence)
         norm = nn.LayerNorm(2)
         norm.materialize(seed=0)
-        with raises(ModuleError, norm, "'weight'", "split_sequence", "materialize"):
-            mm.parallel.split_sequence(norm, sequence)
+        with raises(ModuleError, norm, "'weight'", "set_sequence", "materialize"):
+            norm.set_sequence(sequence)
         with raises(ShapeError, 3, 2, "SequenceSplit(group, length=3)"):
             sequence.sizes(3)
         with raises(ShapeError, "sequences", 4, 3):

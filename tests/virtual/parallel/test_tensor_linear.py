@@ -16,7 +16,6 @@ from mpimesh.parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     SequenceSplit,
-    split_sequence,
 )
 from mpimesh.parallel.split_layers import TensorModel
 from tests.helpers.depth import examples
@@ -37,7 +36,7 @@ def unsplit(sizes, bias):
 def split(sizes, bias, group, sequence=None):
     """The same layers: the first of each two linear ones by columns, the second by rows."""
     norm = nn.LayerNorm(sizes[0])
-    layers: list[nn.Module] = [norm if sequence is None else split_sequence(norm, sequence)]
+    layers: list[nn.Module] = [norm if sequence is None else norm.set_sequence(sequence)]
     for number, (into, out) in enumerate(pairwise(sizes)):
         if number % 2:
             layers += [RowParallelLinear(into, out, group=group, bias=bias, sequence=sequence)]
@@ -202,7 +201,7 @@ def test_a_linear_layer_with_a_layout_of_any_sizes(size, named, sequence, gather
         assert out.weight.shape == (4, sizes[mesh.rank])
         norm = nn.LayerNorm(4)
         stage = mm.PipelineStage(0)
-        for layer in (norm if cut is None else split_sequence(norm, cut), into, nn.GELU(), out):
+        for layer in (norm if cut is None else norm.set_sequence(cut), into, nn.GELU(), out):
             stage.add_layer(layer)
         stage.materialize(seed=SEED, dtype=np.float64)
         here = (slice(None),) if cut is None else cut.here(x)

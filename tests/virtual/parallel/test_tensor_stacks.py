@@ -314,7 +314,7 @@ def test_key_heads_that_several_ranks_hold_are_compared(rank, holders):
 def test_what_is_shared_by_ranks_and_by_stages_is_refused():
     def body(mesh):
         sequence = mm.parallel.SequenceSplit(mesh.group("tp"))
-        norms = [mm.parallel.split_sequence(nn.LayerNorm(4), sequence) for _ in range(2)]
+        norms = [nn.LayerNorm(4).set_sequence(sequence) for _ in range(2)]
         norms[1].weight = norms[0].weight
         stages = [mm.PipelineStage(number).add_layer(norm) for number, norm in enumerate(norms)]
         with raises(ModuleError, ["weight"], "group 'tp'"):

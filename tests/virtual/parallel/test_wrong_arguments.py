@@ -245,7 +245,6 @@ LEFT_OUT = {
     "StepReport",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
-    "split_sequence",
     "sum_shared_gradients",
     "tensor_parallel",
     # What models and gradients do by themselves.
