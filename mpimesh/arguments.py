@@ -324,7 +324,11 @@ def shape_of(value: object) -> tuple[int, ...] | None:
 
 
 class ReduceOp(StrEnum):
-    """Reduction of the values of all ranks to one."""
+    """Reduction of the values of all ranks to one: SUM, MEAN, PROD, MIN or MAX.
+
+    ``ReduceOp("sum")`` is that of a name. So a type checker takes ``op=ReduceOp(name)`` where
+    `name` is a variable of type str; literals, as ``op="sum"``, it checks by themselves.
+    """
 
     SUM = "sum"
     MEAN = "mean"
