@@ -298,7 +298,7 @@ class GroupCore:
         signatures, digest = self.communicator.signatures, 0
         if signatures is not None and not self._checks:
             digest = signatures.digest((call.name, call.rule, call.compared, call.dtype))
-        return Accounts(nbytes, receives, digest, tally, unequal=True)
+        return Accounts(nbytes=nbytes, receives=receives, digest=digest, tally=tally, unequal=True)
 
     def begin_on_device(self, name: str, library: ModuleType, *arguments: Any) -> Request | Steps:
         """Start a collective of device memory."""
@@ -355,7 +355,7 @@ class GroupCore:
                 left. Then nothing has moved.
         """
         call = Call(name, self.name, rule, label=label)
-        accounts = Accounts(nbytes, receives, unequal=True)
+        accounts = Accounts(nbytes=nbytes, receives=receives, unequal=True)
         return self.submit(call, Prepared(accounts, begin, None, finish), lock)
 
     def _within_budget(

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arguments import shown
-from mpimesh.comm import MAX_USER_TAG
 from mpimesh.errors import (
     ClosedError,
     GroupError,
@@ -57,8 +56,6 @@ MeshArgument = DimsLike | Mesh | MeshTopology
 """A mesh as users ask for it."""
 
 _LEAVE_TOGETHER_S = 2.0
-_TAG = MAX_USER_TAG + 10
-_LARGE_BYTES = 4 << 20
 
 
 class MeshCore:

@@ -298,7 +298,7 @@ def shift(
     arrival.call = Call(
         "shift", group.name, f"offset {offset}, wrap {wrap}", label=label, peers=peers
     )
-    prepared = Prepared(Accounts(data.nbytes), steps, scope=group.scope_if_any())
+    prepared = Prepared(Accounts(nbytes=data.nbytes), steps, scope=group.scope_if_any())
     return group.submit(arrival.call, prepared, x)
 
 
@@ -569,7 +569,7 @@ def broadcast(
         return (yield from _result(group, arrival, root, array, array.shape, library, out, move))
 
     arrival.call = Call("broadcast", group.name, rule_by("root None", algorithm), label=label)
-    accounts = Accounts(0 if data is None else data.nbytes)
+    accounts = Accounts(nbytes=0 if data is None else data.nbytes)
     prepared = Prepared(accounts, steps, scope=group.scope_if_any())
     return group.submit(arrival.call, prepared, None if x is out else x)
 
@@ -623,7 +623,7 @@ def scatter(
     arrival.call = Call(
         "scatter", group.name, f"root {root}, axis {axis}, sizes {sizes}", label=label
     )
-    accounts = Accounts(0 if data is None else data.nbytes)
+    accounts = Accounts(nbytes=0 if data is None else data.nbytes)
     prepared = Prepared(accounts, steps, scope=group.scope_if_any())
     return group.submit(arrival.call, prepared, None if data is None or x is out else x)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
 from types import ModuleType
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -90,8 +90,31 @@ class PlanningGroup(Protocol):
     ) -> Array: ...
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class Accounts:
+    """Count and comparison of the starts of an operation.
+
+    Attributes:
+        nbytes: Bytes that this rank puts in.
+        receives: How what this rank receives is counted; None if it receives nothing, or is counted
+            when it comes.
+        digest: Of what the ranks compare; 0 if it is not known, or they do not.
+        tally: Counts its starts; None if it starts once.
+        unequal: Whether the ranks may receive unequally much, so that all ask whether the budget
+            of any is exceeded.
+        also: Compares more over the ranks before each start; None for nothing more.
+    """
+
+    nbytes: int = 0
+    receives: tuple[Rule, Amount] | None = None
+    digest: int = 0
+    tally: Tally | None = None
+    unequal: bool = False
+    also: Callable[[Call], Steps] | None = None
+
+
 @dataclass(slots=True, eq=False)
-class Plan:
+class Plan(Accounts):
     """A collective of a group, worked out but for the arrays.
 
     Args:
@@ -105,17 +128,12 @@ class Plan:
         outgoing: The blocks into which `data` is cut.
         incoming: The blocks that come.
         divisor: By which the result is divided.
-        receives: How what this rank receives is counted.
-        nbytes: Bytes that this rank puts in; those of `data` if below 0.
-        also: Compares more over the ranks before each start; None if no more is to be compared.
         sends: Whether this rank's array is read.
         in_place: Whether the transport can reduce an array where it lies.
         algorithm: By which the transport is asked to do it; None for that of its table. The ranks
             compare it, too.
 
     Attributes:
-        digest: Of what the ranks compare; 0 if they do not; set by the group.
-        tally: Counts its starts; set by the group.
         kept: What earlier calls have prepared, by where their arrays lie; None if a start copies.
     """
 
@@ -130,14 +148,9 @@ class Plan:
     outgoing: Blocks | None = None
     incoming: Blocks | None = None
     divisor: int = 1
-    receives: tuple[Rule, Amount] | None = None
-    nbytes: int = -1
-    also: Callable[[Call], Steps] | None = None
     sends: bool = True
     in_place: bool = False
     algorithm: str | None = None
-    digest: int = 0
-    tally: Tally | None = None
     kept: dict[tuple[int, ...], Prepared] | None = None
     shape_in: tuple[int, ...] = field(init=False)
     dtype: DType = field(init=False)
@@ -146,7 +159,6 @@ class Plan:
     kind: object = field(init=False)
     converts: bool = field(init=False)
     is_plain: bool = field(init=False)
-    unequal: ClassVar[bool] = False
 
     def __post_init__(self, data: Array) -> None:
         """Work out what follows from the array."""
@@ -154,8 +166,7 @@ class Plan:
         self.shape_in, self.dtype, self.library = data.shape, data.dtype, namespace(data)
         self.on_device = self.library is not np
         self.kind = f"{data.dtype} on a device" if self.on_device else data.dtype
-        if self.nbytes < 0:
-            self.nbytes = data.nbytes
+        self.nbytes = data.nbytes if self.sends else 0
         if self.outgoing is not None and self.outgoing.in_order:
             self.outgoing = None
         if self.incoming is not None and self.incoming.in_order:
@@ -344,29 +355,6 @@ class Plan:
         return flat if wire is not None else flat.view(np.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class Accounts:
-    """Count and comparison of starts of what has no plan, as the attributes of one.
-
-    Attributes:
-        nbytes: Bytes that this rank puts in.
-        receives: How what this rank receives is counted; None if it receives nothing, or is counted
-            when it comes.
-        digest: Of what the ranks compare; 0 if it is not known, or they do not.
-        tally: Counts its starts; None if it starts once.
-        unequal: Whether the ranks may receive unequally much, so that all ask whether the budget
-            of any is exceeded.
-        also: Compares more before each start; None for nothing more.
-    """
-
-    nbytes: int = 0
-    receives: tuple[Rule, Amount] | None = None
-    digest: int = 0
-    tally: Tally | None = None
-    unequal: bool = False
-    also: None = None
-
-
 @dataclass(slots=True, eq=False)
 class Prepared:
     """An operation with its arrays, ready to be started.
@@ -381,7 +369,7 @@ class Prepared:
         busy: Whether a start is under way, or has failed, so that it cannot be started again.
     """
 
-    accounts: Plan | Accounts
+    accounts: Accounts
     begin: Callable[[], Request | Steps]
     value: Any = None
     finish: Callable[[], Any] | None = None
@@ -664,7 +652,6 @@ def plan_broadcast(
         (root,),
         data.shape,
         receives=None if at_root else whole,
-        nbytes=data.nbytes if at_root else 0,
         sends=at_root,
         algorithm=_algorithm(group, "broadcast", data, data.dtype, algorithm),
     )

@@ -252,32 +252,20 @@ class Notice:
             return
         self._noticed = wait
         self._after_s *= 2
-        place, peers, cause = _place_text(wait), _peers_text(wait), _cause_text()
+        text = str(wait.what)
+        if not isinstance(wait.what, Call):  # which has its place
+            text += f" at {site_text(call_site())}"
+        if wait.peers is not None and job_ranks(wait.communicator):
+            text += f", for {rank_names(awaited_ranks(wait), _MOST_PEERS)} of the job"
+        error = sys.exc_info()[1]
+        if error is not None:  # as in a ``finally``: others do not know of it
+            text += f", while it deals with {type(error).__name__}: {error}"
         self._write(
             self._rank,
-            f"mpimesh: has waited {waited_s:.0f} s in {place}{peers}{cause}. "
+            f"mpimesh: has waited {waited_s:.0f} s in {text}. "
             "MPIMESH_TIMEOUT_S=60 ends such a wait after 60 s and says what each rank does; "
             "MPIMESH_NOTICE_S=0 ends these lines",
         )
-
-
-def _place_text(wait: Wait) -> str:
-    if isinstance(wait.what, Call):
-        return str(wait.what)  # has its place
-    return f"{wait.what} at {site_text(call_site())}"
-
-
-def _peers_text(wait: Wait) -> str:
-    """Say for whom it waits, where that is not all ranks of its group."""
-    if wait.peers is None or not job_ranks(wait.communicator):
-        return ""
-    return f", for {rank_names(awaited_ranks(wait), _MOST_PEERS)} of the job"
-
-
-def _cause_text() -> str:
-    """Say which exception this thread deals with, as in a ``finally``: others do not know of it."""
-    error = sys.exc_info()[1]
-    return "" if error is None else f", while it deals with {type(error).__name__}: {error}"
 
 
 # -- the watchdogs ---------------------------------------------------------------------------------
