@@ -70,8 +70,8 @@ __all__ = [
 ]
 
 MISSING = {
-    "linalg": "an extension; numpy.linalg has rules for norms, products and stacks of matrices: "
-    "use it. One matrix that is split itself is not decomposed",
+    "linalg": "an extension; numpy.linalg has rules for norms, products, stacks of matrices, and "
+    "for qr and svd of a tall split one: use it",
     "fft": "an extension; numpy.fft has rules for split arrays, also along split axes: use it",
     "__dlpack__": "the array is on several ranks; x.local is NumPy's and has it",
     "__dlpack_device__": "the array is on several ranks; x.local is NumPy's and has it",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from operator import index
 from typing import Any, SupportsIndex
@@ -22,7 +22,7 @@ from mpimesh.errors import DTypeError, LayoutError, RankError, ShapeError
 from mpimesh.layout import Box, HaloPlan, Layout, PlacementLike, Regions, plan_halo
 from mpimesh.layout.boxes import slices, view, volume
 from mpimesh.layout.reads import Reads, shift_reads
-from mpimesh.runtime import CollectiveTensor, DeviceMesh
+from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.operands import normal_axis
 from mpimesh.runtime.persistent import PersistentCollective, plan_exchange
 from mpimesh.runtime.traffic import sparse
@@ -69,51 +69,52 @@ class Reading:
         return cls(regions, reads.moves, sent, tuple(received.items()))
 
     def planned(
-        self,
-        name: str,
-        mesh: DeviceMesh,
-        rule: str,
-        source: HostArray | None,
-        target: HostArray | None,
-        lock: HostArray | None = None,
+        self, mesh: DeviceMesh, rule: str, padded: HostArray | None, lock: HostArray | None
     ) -> PersistentCollective:
-        """Plan it between two arrays, to be started many times. Local; each start is collective.
-
-        A rank that is not in the mesh takes no part. The result is `target`.
+        """Plan to read the halo of one padded array, to be started many times. Local.
 
         Args:
-            name: What it is called in messages and counts.
             mesh: The live mesh.
             rule: What must agree over ranks.
-            source: What others read of; C-contiguous; None on a rank that is not in the mesh.
-            target: What is read into; it may be `source`, for no rank reads what is read into.
-            lock: The caller's array, which must not change meanwhile.
+            padded: The array; None on a rank that is not in the mesh, which takes no part.
+            lock: The caller's block, which must not change meanwhile.
         """
-        group = mesh._core.everyone.alone() if source is None else mesh.group()
-        size = 0 if source is None else source.itemsize
-        received = [(place, count * size, 1) for place, count in self.received]
-
-        def alone() -> Steps:
-            if source is not None and target is not None:
-                copy_own(self.regions, source, target)
-            yield from ()
+        group, options = self._options(mesh, rule, padded)
 
         def prepare() -> Callable[[], Request | Steps]:
             if not self.moves or group.size == 1:
-                return alone
-            return group.communicator.prepare("exchange_regions", (source, target, self.regions))
+                return partial(self._alone, padded, padded)
+            return group.communicator.prepare("exchange_regions", (padded, padded, self.regions))
 
         return plan_exchange(
-            group._core,
-            name,
-            prepare,
-            rule=rule,
-            nbytes=self.sent * size,
-            value=target,
-            lock=lock,
-            out=target,
-            receives=(sparse, tuple(chain.from_iterable(received))) if received else None,
+            group._core, "halo", prepare, value=padded, lock=lock, out=padded, **options
         )
+
+    def shift(
+        self, mesh: DeviceMesh, rule: str, source: HostArray | None, target: HostArray | None
+    ) -> None:
+        """Read from one array into another, once. Collective, and waits; arguments as above."""
+        group, options = self._options(mesh, rule, source)
+        begin: Callable[[], Request | Steps] = partial(self._alone, source, target)
+        if self.moves and group.size > 1:
+            exchange = group.communicator.exchange_regions
+            begin = partial(exchange, source, target, self.regions)
+        group._core.compose("shift", begin, **options).resolve()
+
+    def _options(
+        self, mesh: DeviceMesh, rule: str, source: HostArray | None
+    ) -> tuple[ProcessGroup, dict[str, Any]]:
+        """Return who takes part, and what is compared and counted."""
+        group = mesh._core.everyone.alone() if source is None else mesh.group()
+        size = 0 if source is None else source.itemsize
+        received = [(place, count * size, 1) for place, count in self.received]
+        receives = (sparse, tuple(chain.from_iterable(received))) if received else None
+        return group, {"rule": rule, "nbytes": self.sent * size, "receives": receives}
+
+    def _alone(self, source: HostArray | None, target: HostArray | None) -> Steps:
+        if source is not None and target is not None:
+            copy_own(self.regions, source, target)
+        yield from ()
 
 
 class Halo:
@@ -229,8 +230,7 @@ class Halo:
                 padded[index] = value
         if planned is None or not planned.is_ready:  # a plan has one start under way
             lock = None if padded is None else field.local
-            mesh, rule = self.mesh, self._rule
-            planned = self._reading.planned("halo", mesh, rule, padded, padded, lock)
+            planned = self._reading.planned(self.mesh, self._rule, padded, lock)
             field._planned = planned
         return planned.start()
 
@@ -415,7 +415,7 @@ def shift(
             _fill_ends(block, filling, x, moved)
     rule = f"shape {shape}, {x.dtype}, {x.layout}, steps {moved}, wrap {wrap}"
     reading = _prepared(mesh.rank, x.layout, shape, moved, wrap)
-    reading.planned("shift", mesh, rule, source, block).start().resolve()
+    reading.shift(mesh, rule, source, block)
     return DTensor(mesh, x.layout, shape, x.dtype, block)
 
 

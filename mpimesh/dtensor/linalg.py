@@ -1,6 +1,9 @@
 """Linear algebra of split arrays: traces, norms, stacks of matrices, functions of whole lines.
 
-Each matrix or line is brought whole to a rank; the stack of them is split.
+Each matrix or line is brought whole to a rank; the stack of them is split. A tall matrix that is
+split by rows is factorised by the triangles of its blocks (TSQR: Demmel, Grigori, Hoemmen and
+Langou, "Communication-optimal parallel and sequential QR and LU factorizations", SIAM J. Sci.
+Comput. 34, 2012).
 """
 
 from __future__ import annotations

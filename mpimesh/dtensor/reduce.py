@@ -29,7 +29,7 @@ from mpimesh.errors import ShapeError
 from mpimesh.layout import Layout, Partial, PlacementSpec, Replicate, Shard
 from mpimesh.layout.op_rules import Linearity, broadcast_shape, reduced_shape, reduction_pattern
 
-__all__ = ["axes_of", "mean", "reduce", "reduce_blocks", "strict_axes_of"]
+__all__ = ["mean", "reduce", "reduce_blocks", "reduced_axes", "strict_axes"]
 
 _OPS: dict[np.ufunc, tuple[str, str]] = {
     np.add: ("sum", "iufc"),
@@ -46,7 +46,7 @@ _SUMMANDS = (Linearity((0,)),)
 _Work = Callable[[Work], Any]
 
 
-def axes_of(axis: Any, ndim: int) -> tuple[int, ...]:
+def reduced_axes(axis: Any, ndim: int) -> tuple[int, ...]:
     """Return the axes to reduce, in order and counted from 0; all for None.
 
     Raises:
@@ -59,14 +59,14 @@ def axes_of(axis: Any, ndim: int) -> tuple[int, ...]:
     return tuple(sorted(normalize_axis_tuple(axis, ndim)))
 
 
-def strict_axes_of(axis: Any, ndim: int, where: Any = True) -> tuple[int, ...]:
+def strict_axes(axis: Any, ndim: int, where: Any = True) -> tuple[int, ...]:
     """Return the axes, of which an array without axes has none, unlike in sums and the like.
 
     With `where`, NumPy counts by a sum.
     """
     if where is not True:
-        return axes_of(axis, ndim)
-    return axes_of(axis if axis is None else normalize_axis_tuple(axis, ndim), ndim)
+        return reduced_axes(axis, ndim)
+    return reduced_axes(axis if axis is None else normalize_axis_tuple(axis, ndim), ndim)
 
 
 def reduce_blocks(
@@ -144,7 +144,7 @@ def reduce(
     a = plain(a)
     masks = [] if where is True else [plain(where)]
     shape = shape_of(a)
-    axes = axes_of(axis, len(shape))
+    axes = reduced_axes(axis, len(shape))
     options = {} if dtype is None else {"dtype": np.dtype(dtype)}
     begins = initial is not np._NoValue and initial is not None
     # Arrays of one element show what NumPy would make of these dtypes and options, or refuse.
@@ -208,7 +208,7 @@ def ptp(a: DTensor, axis: Any = None, keepdims: bool = False) -> DTensor:
 @implements(np.count_nonzero)
 def count_nonzero(a: DTensor, axis: Any = None, *, keepdims: bool = False) -> DTensor:
     """Count what is not zero; a split axis is counted in parts, which wait to be summed."""
-    axes = axes_of(axis, a.ndim)
+    axes = reduced_axes(axis, a.ndim)
 
     def work(here: Work) -> None:
         block = here.blocks[0]
@@ -236,7 +236,7 @@ def mean(
     a: DTensor, axis: Any = None, dtype: Any = None, keepdims: bool = False, *, where: Any = True
 ) -> DTensor:
     """Return the mean: the sum, divided. Of integers in float64, of float16 by way of float32."""
-    axes = strict_axes_of(axis, a.ndim, where)
+    axes = strict_axes(axis, a.ndim, where)
     short = dtype is None and a.dtype == np.float16
     kind = np.float32 if short else dtype
     if kind is None and a.dtype.kind in "biu":
@@ -258,7 +258,7 @@ def _argument(function: Callable[..., Any], op: str) -> None:
 
     @implements_by_name(function)
     def search(a: DTensor, axis: Any = None, *, keepdims: bool = False) -> DTensor:
-        axes = axes_of(axis, a.ndim)
+        axes = reduced_axes(axis, a.ndim)
         if axis is not None and len(axes) != min(a.ndim, 1):
             raise TypeError(f"np.{function.__name__} takes one axis or None, got {axis!r}")
         if 0 in (a.shape[one] for one in axes):

@@ -13,12 +13,12 @@ from mpimesh.dtensor.dtensor import DTensor, common_mesh
 from mpimesh.dtensor.elementwise import call, plain
 from mpimesh.dtensor.joining import concatenate
 from mpimesh.dtensor.reduce import (
-    axes_of,
     count,
     mean,
     reduce,
     reduce_blocks,
-    strict_axes_of,
+    reduced_axes,
+    strict_axes,
 )
 from mpimesh.dtensor.reshape import atleast_2d, permuted, squeeze
 from mpimesh.dtensor.run import Work, as_tensor, implements_by_name, reduced_anywhere, shape_of
@@ -50,7 +50,7 @@ def var(
         waits as `Partial`.
     """
     x = reduced_anywhere(a)
-    axes = strict_axes_of(axis, x.ndim, where)
+    axes = strict_axes(axis, x.ndim, where)
     short = dtype is None and x.dtype == np.float16
     acc = np.float32 if short else dtype
     if acc is None and x.dtype.kind in "biu":
@@ -120,7 +120,7 @@ def average(
         ZeroDivisionError: On every rank, if weights add up to nothing; without weights, if the
             result has no elements.
     """
-    axes = strict_axes_of(axis, len(shape_of(a)))
+    axes = strict_axes(axis, len(shape_of(a)))
     if weights is None:
         made = mean(a, axes, keepdims=keepdims)
         if not made.size:
@@ -182,7 +182,7 @@ def _quantile(function: Callable[..., Any]) -> None:
             return as_tensor(none, a.mesh)
         probe = np.ones((1,) * a.ndim, a.dtype)
         kind = np.asarray(function(probe, levels, method=method)).dtype
-        axes = strict_axes_of(axis, a.ndim)
+        axes = strict_axes(axis, a.ndim)
         operands, axis_weights = [a], None
         if weights is not None:
             weights = plain(weights if isinstance(weights, DTensor) else np.asarray(weights))
@@ -213,7 +213,7 @@ def _median(function: Callable[..., Any]) -> None:
     def do(
         a: DTensor, axis: Any = None, overwrite_input: bool = False, keepdims: bool = False
     ) -> DTensor:
-        axes = strict_axes_of(axis, a.ndim)
+        axes = strict_axes(axis, a.ndim)
         kind = np.asarray(function(np.ones(1, a.dtype))).dtype
 
         def work(here: Work) -> Any:
@@ -246,7 +246,7 @@ def _passing_over(function: Callable[..., Any], plainly: Callable[..., Any]) -> 
     ) -> DTensor:
         _refuse_whole_numbers(function, a, dtype)
         if plainly is np.mean and a.dtype.kind in "fc":
-            axis = axes_of(axis, a.ndim)
+            axis = reduced_axes(axis, a.ndim)
         if where is True and options.get("initial", 0) is None:
             del options["initial"]  # NumPy's has no mask then, which would need one
         x = reduced_anywhere(a)
@@ -283,7 +283,7 @@ def _nan_spread(function: Callable[..., Any], plainly: Callable[..., Any]) -> No
         if x.dtype.kind not in "fc":
             found: DTensor = plainly(x, axis, dtype, **options)
             return found
-        axes = axes_of(axis, x.ndim)
+        axes = reduced_axes(axis, x.ndim)
         found = plainly(x, axes, dtype, **options)
         enough = call(np.greater, (count(x, axes, keepdims, numbers), rest))
         found = sure_rule_of(np.where)(enough, found, found.dtype.type(np.nan))
@@ -308,7 +308,7 @@ def _nan_best(function: Callable[..., Any], ufunc: np.ufunc, worst: float) -> No
         if where is not True and initial in (None, np._NoValue):
             raise ShapeError.everywhere(f"np.{function.__name__} with where= takes initial=")
         initial = np._NoValue if initial is None else initial
-        if initial is np._NoValue and any(x.shape[one] == 0 for one in axes_of(axis, x.ndim)):
+        if initial is np._NoValue and any(x.shape[one] == 0 for one in reduced_axes(axis, x.ndim)):
             raise ShapeError.everywhere(
                 f"np.{function.__name__} of no elements: shape {x.shape}, axis {axis}"
             )

@@ -56,8 +56,8 @@ def set_item(x: DTensor, key: Any, value: Any) -> None:
             is written.
     """
     is_mask = isinstance(key, DTensor) and key.dtype == bool
-    is_number = not isinstance(value, DTensor) and np.ndim(value) == 0
-    if is_mask and key.shape == x.shape and is_number:
+    is_whole = is_mask and key.shape == x.shape
+    if is_whole and not isinstance(value, DTensor) and np.ndim(value) == 0:
         _fill(x, as_tensor(key, x.mesh), elements_for(x, value))
         return
     if is_mask and key.shape != x.shape[: key.ndim]:

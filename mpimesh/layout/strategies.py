@@ -147,11 +147,6 @@ class MeshCollective:
             return (self.size - 1) / 2
         return ceil(log2(self.size)) * (2 if self.kind == "all_reduce" else 1)
 
-    @property
-    def packs(self) -> bool:
-        """Whether all that moves is packed and unpacked."""
-        return self.kind == "all_to_all"
-
     def __str__(self) -> str:
         """Say it as a person does: ``by all_gather over dp``."""
         return f"by {self.kind} over {', '.join(self.dims)}"
@@ -288,7 +283,7 @@ def _as_collective(
     bytes_s = sum(exchange_s(phase, itemsize, only_bytes) for phase in at_once.phases)
     link = links.inter_node if at_once.phases[0].nodes else links.intra_node
     seconds = bytes_s + collective.steps * link.latency_s
-    if collective.packs:
+    if collective.kind == "all_to_all":  # all that moves is packed and unpacked
         copied = sum(
             prod(int(np.diff(b).max(initial=0)) for b in t.bounds)
             for t in (change.first, change.last)
