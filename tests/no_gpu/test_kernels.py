@@ -14,7 +14,6 @@ from mpimesh import nn, optim
 from mpimesh.arrays.namespace import fused
 from mpimesh.nn import activations, attention, norms
 from mpimesh.optim import optimizer
-from tests.helpers.array_makers import ANY_SHAPE
 from tests.helpers.nn_cases import CASES
 
 DTYPES = ("float16", "float32", "float64")
@@ -98,19 +97,6 @@ def test_optimizers(make, dtype):
     assert told[1][0] == pytest.approx(told[0][0], rel=1e-3)
     for on_host, on_device in zip(told[0][1], told[1][1], strict=True):
         same(on_device, on_host, dtype)
-
-
-@pytest.mark.parametrize("name", ANY_SHAPE)
-def test_generated_arrays(name):
-    import cupy
-
-    if "bfloat16" in name and int(cupy.__version__.partition(".")[0]) < 14:
-        pytest.skip("needs CuPy 14, which has bfloat16")
-    box = ((3, 18), (5, 97))
-    got = ANY_SHAPE[name]((20, 100), box, xp=cupy)
-    expected = ANY_SHAPE[name]((20, 100), box, xp=np)
-    assert got.dtype == expected.dtype
-    np.testing.assert_array_equal(got.get(), expected)
 
 
 def _can_compile() -> bool:
