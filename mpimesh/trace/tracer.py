@@ -322,17 +322,35 @@ class Span:
         )
 
 
-class _NullTracer(Tracer):
+class _NullSpan(Span):
     __slots__ = ()
 
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        pass
+
+
+class _NullTracer(Tracer):
+    __slots__ = ("_span",)
+
     enabled = False
+
+    def __init__(self) -> None:
+        super().__init__(0, capacity=1, clock=float)
+        self._span = _NullSpan(self, "", "other", 0, None, None)
 
     def record(self, *_values: Any, **_details: Any) -> None:
         """Do nothing."""
 
+    def span(self, *_values: Any, **_details: Any) -> Span:
+        """Return the one span that records nothing."""
+        return self._span
+
 
 #: Stands where nothing is to be recorded: it keeps nothing and reads no clock, so all may share it.
-NULL_TRACER = _NullTracer(0, capacity=1, clock=float)
+NULL_TRACER = _NullTracer()
 
 
 # -- Python's logging -----------------------------------------------------------------------------
