@@ -243,7 +243,7 @@ def test_what_is_no_method_of_a_group_is_compared_too(comm, common, late, odd_ki
         for _ in range(2):
             with pytest.raises(MismatchError):
                 common(mesh)
-        assert group._core.progress.idle
+        assert not group._core.progress.pending
         comm.Barrier()
 
 
@@ -280,7 +280,7 @@ def test_many_under_way_of_which_the_first_differs(comm, odd):
         for handle in handles:
             with pytest.raises(MismatchError):
                 handle.resolve(10)
-        assert group._core.progress.idle
+        assert not group._core.progress.pending
 
 
 @pytest.mark.thin(3)

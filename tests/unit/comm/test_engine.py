@@ -65,7 +65,7 @@ def test_what_has_ended_unseen_holds_nothing_up():
     engine = ProgressEngine()
     request = Counted(engine, 2)
     request.begin()
-    assert not engine.idle
+    assert engine.pending
     request.test()
     assert not engine.pending
 

@@ -37,7 +37,7 @@ def test_a_request_that_needs_nothing_is_done_at_once():
     request = progress.stage("chain", steps([], "a", value=3))
     assert request.done
     assert request.value == 3
-    assert progress.idle
+    assert not progress.pending
     assert not progress.busy("chain")
 
 
@@ -58,7 +58,7 @@ def test_one_chain_runs_in_order_and_others_do_not_wait():
     assert log[3:] == ["a moves", "b starts", "b moves"]
     assert a.done
     assert b.done
-    assert progress.idle
+    assert not progress.pending
 
 
 def test_an_error_stays_with_its_operation_and_the_next_goes_on():
@@ -82,7 +82,7 @@ def test_an_error_stays_with_its_operation_and_the_next_goes_on():
     at_once = progress.stage("x", fails(KeyError("k")))
     with pytest.raises(KeyError):
         at_once.test()
-    assert progress.idle
+    assert not progress.pending
 
 
 def test_an_operation_may_stage_others():
@@ -183,6 +183,6 @@ def test_an_error_of_a_step_within_a_step_is_its_own():
     a = progress.stage("a", steps([], "a", progress.stage("b", inner())))
     gate.open = True
     progress.advance()
-    assert progress.idle
+    assert not progress.pending
     with raises(OSError, "inner"):
         a.test()
