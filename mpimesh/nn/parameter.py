@@ -221,7 +221,7 @@ class Parameter:
         """Allocate the values and give them their first ones; drops any gradient memory.
 
         This rank's block gets the values that it has in the whole parameter, of which no more is
-        drawn or stored than must be; see :func:`first_values`.
+        drawn or stored than must be; see `first_values`.
 
         Args:
             seed: The seed of the whole model.
