@@ -112,9 +112,7 @@ class Optimizer(ABC):
                 f"such as lambda parameter: len(parameter.shape) > 1; got {decay_mask!r}"
             )
         self.decays: Sequence[bool] = tuple(
-            decay_mask is None
-            or as_flag(decay_mask(one), f"decay_mask of {one.name!r} {one.shape}", ModuleError)
-            for one in self.params
+            decay_mask is None or _checked_answer(decay_mask(one), one) for one in self.params
         )
         self._slots: dict[int, _Slot] = {}
         self._scratch: dict[tuple[ModuleType, DType], Array] = {}
@@ -385,6 +383,15 @@ TORCH_ATTRIBUTES = {
 """Attributes of PyTorch's optimizers, and what is here in their place."""
 
 tell_elsewhere(Optimizer, TORCH_ATTRIBUTES)
+
+
+def _checked_answer(answer: object, parameter: Parameter) -> bool:
+    if isinstance(answer, bool | np.bool_):
+        return bool(answer)
+    raise ModuleError(
+        f"decay_mask must return True or False for each parameter, got {answer!r} for "
+        f"{parameter.name!r} of shape {parameter.shape}"
+    )
 
 
 def check_number(name: str, value: float, *, below: float = math.inf) -> float:

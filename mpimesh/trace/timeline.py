@@ -1,4 +1,4 @@
-"""What ranks did over time: drawn as one SVG, or written for Perfetto (ui.perfetto.dev)."""
+"""Events of ranks over time, drawn as one SVG or written for Perfetto (ui.perfetto.dev)."""
 
 from __future__ import annotations
 
