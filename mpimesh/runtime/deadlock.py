@@ -9,6 +9,7 @@ ask each other what they wait in.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -245,7 +246,7 @@ class DeadlockSearch:
         self._rank = rank
         self._progress = progress
         self._channels = channels
-        self._wait: Wait | None = None
+        self._wait: weakref.ref[Wait] | None = None
         self._serial = 0
         self._next_check_s = self._next_round_s = self._round_ends_s = 0.0
         self._pause_s = _FIRST_S
@@ -259,7 +260,7 @@ class DeadlockSearch:
             DeadlockError: If this rank waits for a cycle of ranks, or is in it.
         """
         now_s = time.monotonic()
-        if wait is not self._wait:
+        if self._wait is None or self._wait() is not wait:
             self._begin(wait, now_s)
         if now_s < self._next_check_s:
             return
@@ -279,7 +280,7 @@ class DeadlockSearch:
             self._round_ends_s = now_s + _ANSWERS_S
 
     def _begin(self, wait: Wait, now_s: float) -> None:
-        self._wait = wait
+        self._wait = weakref.ref(wait)
         self._serial += 1
         self._pause_s = _FIRST_S
         self._next_round_s, self._round_ends_s = now_s + _FIRST_S, 0.0
@@ -287,7 +288,8 @@ class DeadlockSearch:
 
     def _answer(self) -> tuple[int, dict[str, object] | None]:
         """Return the number of this rank's wait and its description, None if it has none."""
-        state = None if self._wait is None else Waiting.of(self._wait, self._progress)
+        wait = None if self._wait is None else self._wait()
+        state = None if wait is None else Waiting.of(wait, self._progress)
         return self._serial, None if state is None else asdict(state)
 
     def _end_round(self, channel: ControlChannel, now_s: float) -> None:

@@ -18,9 +18,11 @@ from mpimesh.runtime.flight import Recorder
 __all__ = ["InputLocks", "Progress", "Wait"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Wait:
     """One wait of this rank, for those who look after waits that may never end.
+
+    It has the arrays of its operation by `look`: who remembers it does so by a weak reference.
 
     Attributes:
         what: What is waited for; its `str` says so.

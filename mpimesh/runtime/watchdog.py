@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
@@ -241,16 +242,16 @@ class Notice:
         self._rank = rank
         self._after_s = after_s if after_s and rank < _SPEAKERS else float("inf")
         self._write = write
-        self._noticed: Wait | None = None
+        self._noticed: weakref.ref[Wait] | None = None
 
     def check(self, wait: Wait) -> None:
         """Speak if `wait` is long. Called by the thread that waits, every now and then."""
         waited_s = time.monotonic() - wait.since_s
-        if waited_s < self._after_s or wait is self._noticed:
+        if waited_s < self._after_s or (self._noticed is not None and self._noticed() is wait):
             return
         if wait.communicator.rank and waited_s < self._after_s + _OTHERS_LATER_S:
             return
-        self._noticed = wait
+        self._noticed = weakref.ref(wait)
         self._after_s *= 2
         text = str(wait.what)
         if not isinstance(wait.what, Call):  # which has its place

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ import pytest
 import mpimesh as mm
 from mpimesh.comm import VirtualWorld, virtual_communicators
 from mpimesh.runtime.call import Call, site_line
-from mpimesh.runtime.progress import Wait
+from mpimesh.runtime.deadlock import DeadlockSearch
+from mpimesh.runtime.progress import Progress, Wait
 from mpimesh.runtime.watchdog import Notice
 from tests.helpers.raises import names
 
@@ -79,3 +82,29 @@ def test_an_operator_of_a_split_array_is_where_the_program_has_it():
             return filename
 
     assert mm.run_virtual(2, main) == [__file__] * 2
+
+
+class _Alone:
+    """In place of channels to other ranks: there are none."""
+
+    def __iter__(self):
+        return iter(())
+
+    def find(self, ranks):
+        return None
+
+
+@pytest.mark.parametrize("kind", ["notice", "deadlock search"])
+def test_who_looks_after_a_wait_does_not_keep_its_arrays(kind):
+    progress, array = Progress(), np.ones(3)
+    alive = weakref.ref(array)
+    wait = Wait("something", COMMUNICATORS[0], None, partial(np.add, array, 1))
+    wait.since_s -= 31
+    watcher = (
+        Notice(0, 30.0, lambda rank, line: None)
+        if kind == "notice"
+        else DeadlockSearch(0, progress, _Alone())
+    )
+    watcher.check(wait)
+    del wait, array
+    assert alive() is None
