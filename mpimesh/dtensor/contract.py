@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from numpy.lib.array_utils import normalize_axis_tuple
 
 from mpimesh.arrays import DType, HostArray
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
@@ -15,6 +14,7 @@ from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.elementwise import call, plain, ufunc_rule
 from mpimesh.dtensor.run import (
     Work,
+    axes_of,
     checked_out,
     implements_by_name,
     linear_in,
@@ -106,7 +106,7 @@ def tensordot(a: Any, b: Any, axes: Any = 2) -> DTensor:
         right = tuple(range(axes))
     else:
         left, right = (
-            normalize_axis_tuple(one, len(shape))
+            axes_of(one, len(shape), "axes")
             for one, shape in zip(axes, (first, second), strict=True)
         )
     if [first[i] for i in left] != [second[i] for i in right]:
@@ -133,7 +133,7 @@ def dot(a: Any, b: Any, out: Any = None) -> DTensor:
         made = matmul(a, b)
     else:
         made = tensordot(a, b, axes=([-1], [-2 if len(shape_of(b)) > 1 else -1]))
-    return made if out is None else store(made, out)
+    return made if out is None else store(made, out, "no")
 
 
 @implements(np.inner)
@@ -268,7 +268,7 @@ def _with_axes(
                 f"np.{function.__name__} works on {count} axes of an operand, got {which} of "
                 f"shape {shape_of(x)}"
             )
-        normalize_axis_tuple(which, len(shape_of(x)))
+        axes_of(which, len(shape_of(x)), "axes")
         last = tuple(range(-count, 0))
         turn = sure_rule_of(np.moveaxis) if isinstance(x, DTensor) else np.moveaxis
         turned.append(turn(x, which, last) if count else x)

@@ -288,10 +288,10 @@ def delete(arr: Any, obj: Any, axis: Any = None) -> DTensor:
 def tile(A: Any, reps: Any) -> DTensor:
     """Put copies of the array side by side. Collective, if a repeated axis is split."""
     times = tuple(map(index, reps)) if hasattr(reps, "__iter__") else (index(reps),)
-    if any(n < 0 for n in times):
-        raise ShapeError(f"np.tile takes counts from 0 on, got {times}")
     x = expand_dims(A, tuple(range(len(times) - A.ndim))) if len(times) > A.ndim else A
     times = (1,) * (x.ndim - len(times)) + times
+    if any(n < 0 and length for n, length in zip(times, x.shape, strict=True)):
+        raise ShapeError(f"np.tile takes counts from 0 on, got {times} for shape {x.shape}")
     picks = {axis: np.tile(np.arange(x.shape[axis]), n) for axis, n in enumerate(times) if n != 1}
     return pick_along(x, picks, name="tile")
 

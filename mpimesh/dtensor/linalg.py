@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.lib.array_utils import normalize_axis_tuple
 from numpy.linalg import LinAlgError
 
 from mpimesh.dtensor.consistency import raise_together
@@ -45,7 +44,7 @@ def trace(
     a: DTensor, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = None
 ) -> DTensor:
     """Return the sum along a diagonal: each block's part of it is a diagonal of the block."""
-    row, column = normalize_axis_tuple((axis1, axis2), a.ndim)
+    row, column = axes_of((axis1, axis2), a.ndim)
     kind = np.trace(np.ones((1,) * a.ndim, a.dtype), dtype=dtype).dtype if a.ndim > 1 else a.dtype
 
     def work(here: Work) -> Any:
@@ -66,7 +65,7 @@ def norm(x: DTensor, ord: Any = None, axis: Any = None, keepdims: bool = False) 
     Raises:
         ShapeError: If there is no such norm of so many axes.
     """
-    axes = tuple(range(x.ndim)) if axis is None else normalize_axis_tuple(axis, x.ndim)
+    axes = tuple(range(x.ndim)) if axis is None else axes_of(axis, x.ndim)
     if axis is not None and len(axes) not in (1, 2):
         raise ShapeError.everywhere(f"a norm is over one axis or two, got {axis}")
     if x.dtype.kind not in "fc":

@@ -11,7 +11,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from numpy.lib.array_utils import normalize_axis_tuple
 
 from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor
@@ -19,6 +18,7 @@ from mpimesh.dtensor.elementwise import call, plain
 from mpimesh.dtensor.redistribute import identity_of
 from mpimesh.dtensor.run import (
     Work,
+    axes_of,
     implements_by_name,
     linear_in,
     reduced_anywhere,
@@ -56,7 +56,7 @@ def reduced_axes(axis: Any, ndim: int) -> tuple[int, ...]:
         return tuple(range(ndim))
     if ndim == 0 and axis in (0, -1):
         return ()
-    return tuple(sorted(normalize_axis_tuple(axis, ndim)))
+    return tuple(sorted(axes_of(axis, ndim)))
 
 
 def strict_axes(axis: Any, ndim: int, where: Any = True) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ def strict_axes(axis: Any, ndim: int, where: Any = True) -> tuple[int, ...]:
     """
     if where is not True:
         return reduced_axes(axis, ndim)
-    return reduced_axes(axis if axis is None else normalize_axis_tuple(axis, ndim), ndim)
+    return reduced_axes(axis if axis is None else axes_of(axis, ndim), ndim)
 
 
 def reduce_blocks(

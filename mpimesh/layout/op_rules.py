@@ -377,6 +377,9 @@ def einsum_pattern(
         [*map(ord, before), *range(most - count, most), *map(ord, after)]
         for before, count, after in parts
     ]
+    for shape, row in zip(shapes, rows, strict=True):
+        if len(set(zip(row, shape, strict=True))) > len(set(row)):
+            raise _wrong(subscripts, f"a letter stands twice at axes of other lengths of {shape}")
     if arrow:
         before, dots, after = result.partition("...")
         if most and not dots:

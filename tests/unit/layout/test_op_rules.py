@@ -73,6 +73,9 @@ def test_shapes_of_products():
     )  # fmt: skip
     with raises(ShapeError, "einsum", "i...->i", "ellipsis"):
         einsum_pattern("i...->i", [(2, 3)])
+    with raises(ShapeError, "einsum", "'ii'", "twice", (1, 7)):
+        einsum_pattern("ii", [(1, 7)])
+    assert einsum_pattern("ii,ij->ij", [(1, 1), (4, 3)]).shape == (4, 3)
     with raises(ShapeError, (2,), (3,)):
         broadcast_shape([(2,), (3,)])
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 import mpimesh as mm
-from mpimesh.errors import NoRuleError, ShapeError
+from mpimesh.errors import DTypeError, NoRuleError, ShapeError
 from tests.contract.split_arrays import (
     agrees,
     distribute,
@@ -62,6 +64,20 @@ def test_all_shapes_of_matmul(first, second):
         same(np.dot(*tensors), np.dot(a, b), what)
 
     on_every_layout(2, check, [a, b])
+
+
+def test_dot_into_another_dtype_is_refused():
+    """As by NumPy, which casts no result of this function."""
+
+    def main():
+        with mm.DeviceMesh("x=2") as mesh:
+            x = mm.distribute(np.ones((4, 4)), mesh, "S0")
+            out: Any = mm.zeros((4, 4), mesh, "S0", dtype="f4")
+            with pytest.raises(DTypeError, match="float64"):
+                np.dot(x, x, out=out)
+            assert np.dot(x, x, out=mm.zeros((4, 4), mesh, "S1")).full()[0, 0] == 4
+
+    mm.run_virtual(2, main)
 
 
 def test_batches_broadcast():

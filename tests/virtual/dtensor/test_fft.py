@@ -40,6 +40,8 @@ SEVERAL: list[Any] = [
     lambda x: np.fft.rfft(x, 9, axis=1, norm="forward"),
     np.fft.fftshift,
     lambda x: np.fft.ifftshift(x, 1),
+    lambda x: np.fft.ifftshift(x, (0, 0)),
+    lambda x: np.fft.fftshift(x, (0, -3)),
 ]
 
 

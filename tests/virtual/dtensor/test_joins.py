@@ -114,6 +114,12 @@ def test_plain_arrays_are_joined_with_split_ones():
     agree("a=3", [(lambda x: np.concatenate([plain, x, plain]), [x], [p]) for p in ["S0", "S1"]])
 
 
+def test_no_copies_of_no_elements():
+    """NumPy takes counts below 0 there."""
+    cases = [(lambda x: np.tile(x, (-1, 2)), [numbers((0, 3))], [p]) for p in ["S0", "S1", "R"]]
+    agree("a=2", cases)
+
+
 def test_wrong_arguments():
     x = numbers((4, 3))
     cases: list[Any] = [
@@ -122,6 +128,7 @@ def test_wrong_arguments():
         (lambda x: np.split(x, 3), x, "S0"),
         (lambda x: np.repeat(x, [1, 2], 0), x, "S0"),
         (lambda x: np.pad(x, -1), x, "S0"),
+        (lambda x: np.tile(x, (-1, 1)), x, "S0"),
     ]
     raises_alike("a=2", ShapeError, cases)
     cases = [

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 import mpimesh as mm
 from mpimesh.arguments import digest_text
 from mpimesh.dtensor.consistency import gather_facts
-from mpimesh.errors import NoRuleError, ShapeError
+from mpimesh.errors import AxisError, NoRuleError, ShapeError
 from tests.helpers.depth import examples
 from tests.helpers.dtensor_check import agree, layouts, numbers, on, placements_of, split
 from tests.helpers.rule_fuzz import check
@@ -242,6 +242,8 @@ def test_what_are_no_matrices():
                     function(x)
             with pytest.raises(np.linalg.LinAlgError):
                 LINALG.qr(x.ravel())
+            with pytest.raises(AxisError, match=r"whole number, got 1\.5"):
+                LINALG.norm(x, axis=1.5)
             with pytest.raises(ShapeError):
                 LINALG.outer(x, x)
             with pytest.raises(ShapeError):
