@@ -336,6 +336,11 @@ class ReduceOp(StrEnum):
     MIN = "min"
     MAX = "max"
 
+    @classmethod
+    def _missing_(cls, value: object) -> ReduceOp | None:
+        """Take the other names, such as ``"avg"``, too."""
+        return _ALIASES.get(value) if isinstance(value, str) else None
+
 
 class MpiOp(Protocol):
     """One of mpi4py's operations, such as ``MPI.SUM``."""

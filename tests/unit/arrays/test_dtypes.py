@@ -49,6 +49,10 @@ def test_table(dtype, wire, ops):
 
 
 def test_names():
+    assert ReduceOp("avg") is ReduceOp("mean")
+    assert ReduceOp("product") is ReduceOp.PROD
+    with pytest.raises(ValueError, match="'xor' is not a valid"):
+        ReduceOp("xor")
     assert as_reduce_op("avg") is as_reduce_op("average") is as_reduce_op("mean") is ReduceOp.MEAN
     assert as_reduce_op("product") is ReduceOp.PROD
     assert as_reduce_op(ReduceOp.MAX) is ReduceOp.MAX
