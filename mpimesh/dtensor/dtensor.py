@@ -500,8 +500,8 @@ class DTensor(Methods):
     def _refuse(self, what: str) -> NoReturn:
         if self.layout.is_replicated:
             raise LayoutError(
-                f"{self!r} cannot {what}: split arrays cannot, and this one counts as split though "
-                "every rank has all of it; take x.local, which is NumPy's own array"
+                f"{self!r} cannot {what}, as no DTensor can; every rank has all of this one: take "
+                "x.local, which is NumPy's own array"
             )
         one = ", or float(x) for the number" if self.size == 1 else ""
         raise LayoutError(

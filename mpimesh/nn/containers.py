@@ -266,7 +266,7 @@ class Checkpoint(Module):
         >>> blocks = [nn.Checkpoint(nn.GptBlock(16, 2)) for _ in range(4)]
         >>> model = nn.Sequential(nn.Embedding(256, 16), *blocks, nn.Linear(16, 256))
         >>> model.named_parameters()[1][0]
-        '1.norm1.weight'
+        '1.attention_norm.weight'
     """
 
     def __init__(self, layer: SupportsLayer) -> None:

@@ -50,9 +50,9 @@ def _asked(query: Callable[Concatenate[Mesh, P], R]) -> Callable[Concatenate[Dev
 class DeviceMesh:
     """A mesh of ranks that can talk to each other.
 
-    It has a :class:`~mpimesh.Mesh`, and answers what can be asked of that about dims, places
-    and ranks; :attr:`mesh` is that mesh, and makes others. It has a
-    :class:`~mpimesh.ProcessGroup` for the world, for each dim, and for each group added later.
+    It has a :class:`~mpimesh.ProcessGroup` for the world, for each dim, and for each group added
+    later. About dims, coordinates and ranks it answers what its :class:`~mpimesh.Mesh` does, a
+    value without communicators, which is :attr:`mesh`.
 
     Making, changing and closing a mesh are collective: all ranks of `comm` do it, in the
     same order. Use it as a context manager, or call :meth:`close`.
@@ -70,8 +70,7 @@ class DeviceMesh:
         comm: An mpi4py intracommunicator, which is duplicated once; None for all
             ranks: MPI's world, or the virtual ranks of :func:`~mpimesh.run_virtual`. Without
             any MPI library, a world of one rank. Or a :class:`~mpimesh.comm.Communicator`:
-            that of another mesh or group, or one of a class of your own
-            (docs/how-to/own-communicators.md).
+            that of another mesh or group, or one of a class of your own.
         name: Name of the mesh.
         tracer: Where the mesh records its waits; nowhere if None.
 
@@ -85,6 +84,15 @@ class DeviceMesh:
     Cost:
         One duplication of `comm`, one split for all ranks, and one for each dim of more
         than one rank that does not span the mesh, in the order of the dims.
+
+    Example:
+        >>> def main():
+        ...     with mm.DeviceMesh("dp=2,tp=-1") as mesh:
+        ...         group = mesh.group("tp")
+        ...         total = group.all_reduce(np.array([mesh.rank])).resolve()
+        ...         return mesh.coord("dp"), mesh.dim_size("tp"), group.rank, total.item()
+        >>> mm.run_virtual(4, main)
+        [(0, 2, 0, 1), (0, 2, 1, 1), (1, 2, 0, 5), (1, 2, 1, 5)]
     """
 
     def __init__(

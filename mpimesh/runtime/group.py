@@ -38,19 +38,24 @@ class ProcessGroup:
     Made by a :class:`~mpimesh.DeviceMesh`: one for the world, one for each dim, and more by
     :meth:`~mpimesh.DeviceMesh.add_group`. Each operation starts at once and returns a
     :class:`~mpimesh.CollectiveTensor`, but :meth:`barrier` and :meth:`empty_once`, which wait.
-    Ranks are counted in the group; `ranks` tells which they are in the mesh. :meth:`algorithms`
-    tells how the bytes of each operation are moved, and why.
+    Ranks are counted in the group. :meth:`algorithms` tells how bytes are moved, and why.
 
-    A CuPy array stays on its device: it is sent from there, and so is the result made there, on
-    the stream that was current at the call. What ``resolve()`` gives is safe to use on the stream
-    that is current then. In one operation all ranks pass host arrays, or all pass device arrays;
-    with ``MPIMESH_CHECKS`` on, ranks that differ get a MismatchError that names them. Messages,
-    shifts, scatter, and broadcast with ``root=None`` are free of this rule. An `out` may be on the
-    host for an input on a device, or the other way round, alike on all ranks.
+    A CuPy array is sent from its device, and the result is made there, on the stream that was
+    current at the call; what ``resolve()`` gives is safe to use on the stream that is current then.
+    In one operation all ranks pass host arrays, or all pass device arrays; with ``MPIMESH_CHECKS``
+    on, ranks that differ get a MismatchError. Messages, shifts, scatter, and broadcast with
+    ``root=None`` are free of this rule. An `out` may be on the other side, alike on all ranks.
 
     Groups of the same ranks in the same order, such as ``"world"`` and a dim that spans it, share
-    one communicator: all their operations together are started in the same order on every rank,
-    and so are their messages.
+    one communicator: all ranks start the operations and messages of all of them in one order.
+
+    Attributes:
+        name: ``"world"``, the dim that it is along, or the name that it was added by.
+        size: Number of its ranks.
+        rank: This rank's place in the group; None if it is not in it.
+        ranks: The ranks of the mesh that are in it, in group order.
+        world_rank: This rank in the mesh's communicator.
+        backend: ``"mpi"``, ``"node_shared"``, ``"nccl"`` or ``"virtual"``.
     """
 
     def __init__(
@@ -658,10 +663,7 @@ class ProcessGroup:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close the group; after an error leave that to its mesh.
-
-        Closing is collective: with the other ranks elsewhere, it would wait for them for ever.
-        """
+        """Close the group; after an error, when others may be elsewhere, leave it to its mesh."""
         if error is None:
             self.close()
 

@@ -127,8 +127,8 @@ class Action:
             `other` is no stage to which or from which this kind of message can skip.
 
     Example:
-        >>> Action.from_string("2SEND_F0").partner
-        Action(stage=3, kind=<ActionKind.RECV_F: 'RECV_F'>, microbatch=0)
+        >>> print(Action.from_string("2SEND_F0").partner)
+        3RECV_F0
     """
 
     stage: int

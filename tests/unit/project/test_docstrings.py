@@ -28,8 +28,11 @@ def run_examples(thing: Any) -> tuple[int, int, str]:
 @pytest.mark.parametrize(
     "thing",
     [
+        mm.DeviceMesh,
+        mm.DeviceMesh.measure_links,
         mm.DeviceMesh.shared_empty,
         mm.DeviceMesh.budget,
+        mm.ProcessGroup.close,
         mm.ProcessGroup.empty_once,
         mm.compat.kapsl.DistributedOps,
         mm.compat.tensorflow.Heartbeat,
@@ -50,9 +53,11 @@ def run_examples(thing: Any) -> tuple[int, int, str]:
         layout.layout_of_runs,
         layout.plan_redistribution,
         nn.Add,
+        nn.Checkpoint,
         nn.Concat,
         optim.LRScheduler,
         optim.LossScaler,
+        schedule.Action,
         schedule.Schedule,
         schedule.lower,
         schedule.Edges,
