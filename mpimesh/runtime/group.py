@@ -44,7 +44,7 @@ class ProcessGroup:
     current at the call; what ``resolve()`` gives is safe to use on the stream that is current then.
     In one operation all ranks pass host arrays, or all pass device arrays; with ``MPIMESH_CHECKS``
     on, ranks that differ get a MismatchError. Messages, shifts, scatter, and broadcast with
-    ``root=None`` are free of this rule. An `out` may be on the other side, alike on all ranks.
+    ``root=None`` are free of this rule. An `out` may be of the other kind, alike on all ranks.
 
     Groups of the same ranks in the same order, such as ``"world"`` and a dim that spans it, share
     one communicator: all ranks start the operations and messages of all of them in one order.

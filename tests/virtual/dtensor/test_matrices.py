@@ -218,6 +218,20 @@ def test_the_cures_of_matrices_that_are_not_tall_by_rows():
     on("a=2", main)
 
 
+def test_the_cure_of_least_squares():
+    a, b = rough((9, 3), float), rough((9, 2), float, 1)
+
+    def main(mesh):
+        x, y = split(a, mesh, "S0"), split(b, mesh, "S0")
+        with pytest.raises(NoRuleError, match=r"np\.linalg\.solve\(r, q\.T @ b\)"):
+            LINALG.lstsq(x, y)
+        q, r = LINALG.qr(x)
+        found = LINALG.solve(r, q.T @ y)
+        np.testing.assert_allclose(found.full(), LINALG.lstsq(a, b)[0], atol=CLOSE)
+
+    on("a=3", main)
+
+
 def test_a_singular_matrix_on_one_rank_is_told_to_all():
     x = matrices(4)
     x[2] = 0.0
