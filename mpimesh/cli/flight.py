@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -100,8 +101,8 @@ def _texts(entries: Iterable[FlightEntry]) -> str:
 def waits_for(records: Mapping[int, Record]) -> dict[int, list[int]]:
     """Return for each rank that waits the ranks that it waits for, in their order.
 
-    Of the ranks that its operation takes, these are the ones that have not started it; one
-    without a record may be one of them.
+    Of the ranks that its operation takes, these are the ones that have not started it, or are not
+    in the same call, if that has no number; one without a record may be one of them.
     """
     waits: dict[int, list[int]] = {}
     for rank, one in records.items():
@@ -109,19 +110,27 @@ def waits_for(records: Mapping[int, Record]) -> dict[int, list[int]]:
             continue
         mine = next((e for e in one.entries if e.state == "waited for" and e.number), None)
         needs = [peer for peer in ranks_of(one.wait["needs"]) if peer != rank]
-        if mine is not None:
-            here = {
-                peer
-                for peer in needs
-                if peer in records
-                and any(
+        here = {
+            peer
+            for peer in needs
+            if peer in records
+            and (
+                _call_of(records[peer].wait) == _call_of(one.wait)
+                if mine is None
+                else any(
                     e.key == mine.key and e.number == mine.number for e in records[peer].entries
                 )
-            }
-            # All are there, so it is not the start of one that it lacks.
-            needs = [peer for peer in needs if peer not in here] or needs
-        waits[rank] = needs
+            )
+        }
+        # Where all are there, it is not the start of one that it lacks.
+        waits[rank] = [peer for peer in needs if peer not in here] or needs
     return waits
+
+
+def _call_of(wait: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what is alike on the ranks that wait in one call, wherever their programs call it."""
+    call = str(wait.get("what")).rpartition(" at ")[0] or wait.get("what")
+    return call, wait.get("mesh"), wait.get("group"), wait.get("needs")
 
 
 def report(records: Mapping[int, Record], damaged: Sequence[Path] = ()) -> str:

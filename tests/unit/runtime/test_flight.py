@@ -171,6 +171,24 @@ def test_who_waits_for_whom():
     assert "rank 1: has not started it" in text
 
 
+def test_ranks_that_are_in_one_call_without_a_number_do_not_wait_for_each_other():
+    """Such as close(): two ranks of it, beside two that wait for these in a sum."""
+    sums = [
+        FlightEntry("dp", "m", ranks, 1, "b", "b", "x.py:3", 8, 1.0, 0.0, "waited for")
+        for ranks in ("0,2", "1,3")
+    ]
+    close = {"group": "world", "mesh": "m1", "needs": "0-3"}
+    waits = {
+        0: {**close, "what": "close() on group 'world' at x.py:2"},
+        1: {**close, "what": "close() on group 'world' at x.py:9"},
+        2: {"what": "b", "group": "dp", "mesh": "m2", "needs": "0,2"},
+        3: {"what": "b", "group": "dp", "mesh": "m3", "needs": "1,3"},
+    }
+    found = records((), (), (sums[0],), (sums[1],), wait=waits)
+    assert waits_for(found) == {0: [2, 3], 1: [2, 3], 2: [0], 3: [1]}
+    assert "a circle: rank 0 waits for rank 2, rank 2 waits for rank 0" in report(found)
+
+
 def test_a_report_names_the_circle_and_who_left_nothing():
     waits = {0: {"what": "recv", "needs": "1"}, 1: {"what": "recv", "needs": "0"}}
     text = report(records(entries("a"), entries("a"), None, wait=waits))
