@@ -24,8 +24,8 @@ __all__ = [name for name in _names if name not in _ROOMS]
 def __getattr__(name: str) -> Any:
     if name not in _names:
         raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}; names of layers and of parallel "
-            "models may be in mm.nn or mm.parallel",
+            f"module {__name__!r} has no attribute {name!r}; layers are in mm.nn, optimizers in "
+            "mm.optim, split layers in mm.parallel; collectives are methods of mesh.group(dim)",
             name=name,
             obj=sys.modules[__name__],
         )

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Self, SupportsIndex, T
 from mpimesh.arguments import as_int, shown
 from mpimesh.arrays import DTypeLike, HostArray, aligned_empty
 from mpimesh.comm import Communicator
-from mpimesh.errors import MeshError, RankError, UnknownNameError
+from mpimesh.errors import MeshError, RankError, UnknownNameError, tell_elsewhere
 from mpimesh.layout import LinkCosts
 from mpimesh.mesh import (
     WORLD,
@@ -599,3 +599,10 @@ class DeviceMesh:
             f"<DeviceMesh {self.dims_text} rank={self.rank}/{self.world_size} "
             f"groups={self.group_names}{state}>"
         )
+
+
+_OF_GROUPS = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reduce", "gather"]
+_OF_GROUPS += ["broadcast", "scatter", "send", "recv"]
+_ELSEWHERE = {name: f"a group has it: mesh.group(dim).{name}()" for name in _OF_GROUPS}
+_ELSEWHERE |= {"get_rank": "use mesh.rank", "get_world_size": "use mesh.size"}
+tell_elsewhere(DeviceMesh, _ELSEWHERE)

@@ -52,7 +52,10 @@ def host_array(x: Array) -> HostArray:
         ShapeError: If `x` is a list that is no array, such as one with rows of unequal length.
     """
     if x is None:
-        raise ShapeError("None given instead of an array; every rank passes one")
+        raise ShapeError(
+            "None given instead of an array: every rank passes one, unless root= names the rank "
+            "that alone has it"
+        )
     if type(x) is np.ndarray:
         host: HostArray = x
     elif is_cupy(x):

@@ -82,6 +82,17 @@ def test_mpi4py_s_names_are_refused_with_ours(mpi4py_name, ours):
             getattr(group, mpi4py_name)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("all_reduce", r"mesh\.group\(dim\)\.all_reduce\(\)"), ("get_rank", r"use mesh\.rank")],
+)
+def test_what_a_mesh_has_elsewhere(name, words):
+    with mm.DeviceMesh("x=1") as mesh:
+        assert not hasattr(mesh, name)
+        with pytest.raises(AttributeError, match=f"'{name}'; .*{words}"):
+            getattr(mesh, name)
+
+
 def test_an_unknown_name_is_refused_with_where_to_look():
     with pytest.raises(AttributeError, match=r"no attribute 'Linear'.* mm\.nn") as caught:
         _ = mm.Linear  # type: ignore[attr-defined]
