@@ -361,8 +361,8 @@ class Split:
             return cls(group, sequence)
         if sequence is not None or must:
             raise ModuleError(
-                f"{type(layer).__name__} is split, by its class, its weight or a sequence, over "
-                "the ranks of a group: give group=, such as mesh.group('tp')"
+                f"{type(layer).__name__} is split, by its class, its weight, gather_output or a "
+                "sequence, over the ranks of a group: give group=, such as mesh.group('tp')"
             )
         return None
 

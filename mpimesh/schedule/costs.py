@@ -130,11 +130,13 @@ def spread(name: str, times: Seconds | Iterable[Seconds], count: int) -> tuple[S
     )
     if len(listed) != count:
         raise ScheduleError(f"{name} must be {wanted}, got {len(listed)}")
-    numbers = all(
-        isinstance(item, Real) or (is_real(item) and shape_of(item) == ()) for item in listed
-    )
-    if not numbers or not all(0 <= item < math.inf for item in listed):
-        raise ScheduleError(f"{name} must be numbers of at least 0 and finite, got {shown(times)}")
+    for index, item in enumerate(listed):
+        is_number = isinstance(item, Real) or (is_real(item) and shape_of(item) == ())
+        if not (is_number and 0 <= item < math.inf):
+            at = "" if single else f" at index {index}"
+            raise ScheduleError(
+                f"{name} must be numbers of at least 0 and finite, got {shown(item)}{at}"
+            )
     return listed
 
 

@@ -145,7 +145,7 @@ def greedy_bounds(layers, num_stages, limit):
         ([1, 2], 0, 0, ("num_stages", 1, 0)),
         ([1, 2], 1.0, 0, ("num_stages", "1.0")),
         ([1, -1], 1, 0, ("layer_s", -1, 1)),
-        ([1, float("nan")], 1, 0, ("layer_s",)),
+        ([1, float("nan")], 1, 0, ("layer_s", "nan at index 1")),
         ([1, "2"], 1, 0, ("layer_s", "'2'")),
         ([1, 2], 1, float("inf"), ("message_s", 0)),
         ([1, 2, 3], 2, [1], ("message_s", 2, 1)),
