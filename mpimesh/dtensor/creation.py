@@ -345,7 +345,7 @@ def arange(
         as_real(value, f"{what} of arange", ArrayValueError)
     if step == 0:
         raise ArrayValueError(f"step must not be 0 in arange({start}, {stop}, {step})")
-    kind = np.result_type(start, stop, step) if dtype is None else as_dtype(dtype)
+    kind = np.result_type(start, stop, step) if dtype is None else _numbers(dtype)
     shape = shape_of_lengths(max(0, math.ceil((stop - start) / step)))
 
     def block(box: Box) -> HostArray:
@@ -367,7 +367,7 @@ def linspace(
     """Return `num` numbers from `start` to `stop`, as :func:`numpy.linspace`. Local."""
     start, stop = _number(start, "start"), _number(stop, "stop")
     shape = shape_of_lengths((as_int(num, "num", ArrayValueError, least=0),))
-    endpoint, kind = as_flag(endpoint, "endpoint", ArrayValueError), as_dtype(dtype)
+    endpoint, kind = as_flag(endpoint, "endpoint", ArrayValueError), _numbers(dtype)
 
     def block(box: Box) -> HostArray:
         return _linspace_block(start, stop, shape[0], box[0], kind, endpoint=endpoint)
@@ -403,7 +403,7 @@ _RUN = 1 << 16
 
 
 def _arange_block(
-    start: float, step: float, length: int, part: tuple[int, int], dtype: Any
+    start: float, step: float, length: int, part: tuple[int, int], dtype: DType
 ) -> HostArray:
     """Return a part of the numbers ``start, start + step, ...``, as `numpy.arange` has them.
 
@@ -411,21 +411,20 @@ def _arange_block(
     difference decides on all others: ``first + i * difference``, half types in float32.
     Integers wrap around past the dtype's end.
     """
-    wanted = _numbers(dtype)
     low, high = part
-    block: HostArray = np.empty(high - low, wanted)
-    first = np.zeros(2, wanted)
+    block: HostArray = np.empty(high - low, dtype)
+    first = np.zeros(2, dtype)
     try:
         for index in range(min(2, length)):
             first[index] = start + step if index else start
     except OverflowError:
         raise ArrayValueError(
-            f"{wanted} cannot hold the first numbers of a range from {start} by {step}"
+            f"{dtype} cannot hold the first numbers of a range from {start} by {step}"
         ) from None
-    working = wanted.newbyteorder("=")
-    if wanted.kind in "iu":
+    working = dtype.newbyteorder("=")
+    if dtype.kind in "iu":
         working = np.dtype(np.uint64)  # wraps around, and so does what is cut off it
-    elif is_half(wanted):
+    elif is_half(dtype):
         working = np.dtype(np.float32)
     begin, following = first.astype(working)
     with np.errstate(over="ignore"):
@@ -434,7 +433,7 @@ def _arange_block(
         values = np.arange(at, min(at + _RUN, high)).astype(working)
         values *= difference
         values += begin
-        values = values.view(np.int64) if wanted.kind == "i" else values
+        values = values.view(np.int64) if dtype.kind == "i" else values
         block[at - low : at - low + len(values)] = values
     # These two exactly: differences are rounded, and 0 + -0.0 is 0.0.
     for index in range(low, min(high, 2)):
@@ -443,16 +442,15 @@ def _arange_block(
 
 
 def _linspace_block(
-    start: float, stop: float, length: int, part: tuple[int, int], dtype: Any, *, endpoint: bool
+    start: float, stop: float, length: int, part: tuple[int, int], dtype: DType, *, endpoint: bool
 ) -> HostArray:
     """Return a part of numbers evenly spread over [start, stop], as `numpy.linspace` has them.
 
     Computed in float64, ``start + i * step``, the last one being `stop` itself, and rounded
     to `dtype`; down to whole numbers where that is a dtype of integers.
     """
-    wanted = _numbers(dtype)
     low, high = part
-    block: HostArray = np.empty(high - low, wanted)
+    block: HostArray = np.empty(high - low, dtype)
     first, last = np.float64(start), np.float64(stop)
     span = last - first
     parts = length - 1 if endpoint else length
@@ -467,16 +465,17 @@ def _linspace_block(
         values += first
         if endpoint and length > 1 and at + len(values) == length:
             values[-1] = last
-        values = np.floor(values) if wanted.kind in "iu" else values
+        values = np.floor(values) if dtype.kind in "iu" else values
         block[at - low : at - low + len(values)] = values
     return block
 
 
-def _numbers(dtype: DType) -> DType:
+def _numbers(dtype: DTypeLike) -> DType:
     """Return `dtype` if it is one of integers or floats."""
-    if dtype.kind not in "iuf" and not is_half(dtype):
-        raise DTypeError(f"a range has a dtype of integers or floats, got {dtype}")
-    return dtype
+    kind = as_dtype(dtype)
+    if kind.kind not in "iuf" and not is_half(kind):
+        raise DTypeError(f"a range has a dtype of integers or floats, got {kind}")
+    return kind
 
 
 class Random:

@@ -297,8 +297,8 @@ def as_mesh(mesh: object) -> Mesh:
     """
     if isinstance(mesh, Mesh):
         return mesh
-    value = None if isinstance(mesh, Layout) else getattr(mesh, "mesh", None)  # of a live mesh
-    if isinstance(value, Mesh):
+    value = getattr(mesh, "mesh", None)
+    if isinstance(value, Mesh) and hasattr(mesh, "dim_names"):  # a live mesh, not what is on one
         return value
     raise LayoutError(f"mesh must be a Mesh or a DeviceMesh, got {shown(mesh)}")
 
