@@ -48,8 +48,9 @@ __all__ = [
 ]
 
 
-device_mesh = Mesh.from_ids
-"""A mesh of a shape and the ids of its ranks, whose dims are called ``d0``, ``d1`` and so on."""
+def device_mesh(shape: Sequence[int], device_ids: Sequence[int]) -> Mesh:
+    """Return a mesh of a shape and the ids of its ranks; its dims are ``d0``, ``d1`` and so on."""
+    return Mesh.from_ids(shape, device_ids)
 
 
 class PlacementSpecKind(Enum):

@@ -41,7 +41,7 @@ SQUARE = device_mesh((2, 2), range(4))
 
 
 def test_v1_a_mesh_of_a_shape_and_ids():
-    mesh = device_mesh((2, 2), [3, 1, 0, 2])
+    mesh = device_mesh((2, 2), device_ids=[3, 1, 0, 2])
     assert [dim.size for dim in mesh.dims] == [2, 2]
     assert np.asarray(mesh.ids).reshape(-1).tolist() == [3, 1, 0, 2]
     assert SQUARE.rank_at(1, 0) == 2
