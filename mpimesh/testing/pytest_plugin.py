@@ -35,6 +35,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -285,10 +286,11 @@ class _Outcome(NamedTuple):
         return cls(report.outcome)
 
 
-class _RanksFailure(str):
+@dataclass(frozen=True, slots=True)
+class _RanksFailure:
     """The failure of a test on some of the ranks, as pytest shows it."""
 
-    __slots__ = ()
+    text: str
 
     @property
     def reprcrash(self) -> SimpleNamespace:
@@ -297,11 +299,14 @@ class _RanksFailure(str):
         The summary cuts a text to the terminal's width, but not where it thinks it is in
         CI (the variable `CI`): the whole of every rank's traceback would stand there again.
         """
-        return SimpleNamespace(message=self.partition("\n")[0])
+        return SimpleNamespace(message=self.text.partition("\n")[0])
 
     def toterminal(self, tw: Any) -> None:
         """Write the text to pytest's terminal writer."""
-        tw.line(self)
+        tw.line(self.text)
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def _agree(report: pytest.TestReport, outcomes: Sequence[_Outcome]) -> None:
@@ -319,7 +324,8 @@ def _agree(report: pytest.TestReport, outcomes: Sequence[_Outcome]) -> None:
 
 def _fail(report: pytest.TestReport, text: str) -> None:
     report.outcome = "failed"
-    report.longrepr = _RanksFailure(text)
+    # pytest asks a longrepr for these two methods and this attribute, whatever its class.
+    report.longrepr = _RanksFailure(text)  # type: ignore[assignment]
     # The outputs are in the text, each under its rank.
     report.sections = []
     if hasattr(report, "wasxfail"):
