@@ -72,4 +72,4 @@ def test_two_ranks_on_one_gpu_are_refused(srun):
     assert ranks[0]["gpu"] == ranks[1]["gpu"]
     with pytest.raises(subprocess.CalledProcessError) as caught:
         srun(*where, MPIMESH_SHARED_GPU="refuse")
-    assert "ranks 0 and 1: GPU 0 of node n0, NVIDIA A100, GPU-n0-0" in caught.value.stderr
+    assert "ranks 0-1: GPU 0 of node n0, NVIDIA A100, GPU-n0-0" in caught.value.stderr
