@@ -385,15 +385,16 @@ def _idle_gpus(facts: Diagnosis) -> Iterator[Finding]:
 
 
 def _cupy(facts: Diagnosis) -> Iterator[Finding]:
+    toolkit = facts.cuda
     gpu = next((one for one in facts.ranks if one.gpu), None)
-    if gpu is not None and not facts.cuda.installed:
+    if gpu is not None and not toolkit.installed:
         yield Finding(
             "warning",
             "there is a GPU, but CuPy is not installed: arrays stay on the host",
             f"pip install cupy-cuda{_cuda_of(gpu)}x",
         )
-    if facts.cuda.problem:
-        yield Finding("warning", f"CuPy cannot be used: {facts.cuda.problem}", "nvidia-smi")
+    if toolkit.problem:
+        yield Finding("warning", f"CuPy cannot be used: {toolkit.problem}", "nvidia-smi")
 
 
 def _cuda_of(gpu: Rank) -> int:
@@ -405,7 +406,8 @@ def _cuda_of(gpu: Rank) -> int:
 def _cuda_aware(facts: Diagnosis) -> Iterator[Finding]:
     tried = [row for row in facts.capabilities if row.transport == "mpi_cuda"]
     refused = [row for row in tried if not row.usable]
-    if facts.cuda.gpus and refused:
+    toolkit = facts.cuda
+    if toolkit.gpus and refused:
         some = len(refused) < len(tried)
         which = f" for {', '.join(row.operation for row in refused)}" if some else ""
         what = f"MPI does not take device memory{which}: {refused[0].proof}"

@@ -75,7 +75,8 @@ def test_dot_into_another_dtype_is_refused():
             out: Any = mm.zeros((4, 4), mesh, "S0", dtype="f4")
             with pytest.raises(DTypeError, match="float64"):
                 np.dot(x, x, out=out)
-            assert np.dot(x, x, out=mm.zeros((4, 4), mesh, "S1")).full()[0, 0] == 4
+            out = mm.zeros((4, 4), mesh, "S1")
+            assert np.dot(x, x, out=out).full()[0, 0] == 4
 
     mm.run_virtual(2, main)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -309,7 +309,7 @@ def test_what_is_refused():
             with pytest.raises(AxisError):
                 np.sum(x, axis=2)
             with pytest.raises(AxisError, match=r"whole number, got 1\.5"):
-                np.sum(x, axis=1.5)
+                np.sum(x, axis=cast(Any, 1.5))
             with pytest.raises(ValueError, match="twice"):
                 np.max(x, axis=(0, -2))
             with pytest.raises(ValueError, match="identity"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -103,7 +104,7 @@ def test_who_looks_after_a_wait_does_not_keep_its_arrays(kind):
     watcher = (
         Notice(0, 30.0, lambda rank, line: None)
         if kind == "notice"
-        else DeadlockSearch(0, progress, _Alone())
+        else DeadlockSearch(0, progress, cast(Any, _Alone()))
     )
     watcher.check(wait)
     del wait, array
