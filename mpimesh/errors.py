@@ -127,8 +127,11 @@ class ArrayValueError(MpimeshError, ValueError):
     """The values of an array were asked for with a number that breaks a rule."""
 
 
-class AxisError(ShapeError, IndexError):
-    """An axis that an array does not have; NumPy's is a ValueError and an IndexError, too."""
+class AxisError(ShapeError, IndexError, TypeError):
+    """An axis that an array does not have, or that is no whole number.
+
+    NumPy raises a ValueError that is an IndexError for the one, and a TypeError for the other.
+    """
 
 
 class IndexOutOfRangeError(MpimeshError, IndexError):
