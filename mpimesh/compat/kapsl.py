@@ -450,7 +450,7 @@ dist_ops = DistributedOps
 
 @dataclass(frozen=True, slots=True)
 class GpuPreference:
-    """Which GPU somebody asks for.
+    """The GPU that a caller asks for.
 
     | text | kind | takes |
     |---|---|---|

@@ -325,7 +325,7 @@ class _Exchanges:
 
     @property
     def ends(self) -> bool:
-        """Whether the new block is there as soon as the exchanges are over."""
+        """True if the new block is complete as soon as the exchanges are over."""
         part = self._part
         return part.moves and not any(stage.divisor > 1 for stage in part.stages)
 

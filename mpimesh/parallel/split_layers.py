@@ -190,7 +190,7 @@ class _Watched:
 
 
 class _Watching:
-    """What has layers that wait for other ranks within a step."""
+    """An owner of layers that wait for other ranks within a step."""
 
     _watch: _Watch | None = None
 

@@ -77,7 +77,7 @@ class Leaf:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient comes back for it: its dtype is floating."""
+        """True if a gradient comes back for it: its dtype is floating."""
         return self.dtype.kind in "fc" or is_half(self.dtype)
 
     def shape(self, rows: int) -> tuple[int, ...]:

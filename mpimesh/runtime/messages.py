@@ -474,7 +474,7 @@ _HAS_ARRAY, _TAKES_DEVICE, _HEAD = range(3)
 """Places in a row: of the flag that its rank has an array, of the flag that it can send and receive
 the memory of a device, and of the head."""
 _ARRAY, _REFUSED = 1, 2
-"""What it says of an array: that its head follows, or why it has none."""
+"""A note about an array: that its head follows, or why it has none."""
 
 
 def _row(data: Array | None, *, of_cupy: bool, takes_device: bool) -> HostArray:

@@ -360,7 +360,7 @@ def partition(
     layers = as_items(layer_s, "layer_s", ScheduleError, wanted=wanted)
     check_num_stages(num_stages, len(layers))
     spread("layer_s", layers, len(layers))
-    messages = spread("message_s", message_s, len(layers) - 1)
+    messages = spread(f"message_s of {len(layers)} layers", message_s, len(layers) - 1)
     exact = list(map(_exact, (*layers, *messages)))
     scale = math.lcm(*(time.denominator for time in exact))
     scaled = [int(time * scale) for time in exact]

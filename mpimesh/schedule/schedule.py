@@ -67,27 +67,27 @@ class ActionKind(StrEnum):
 
     @property
     def is_send(self) -> bool:
-        """Whether this kind gives a message to another stage."""
+        """True if this kind gives a message to another stage."""
         return self in (ActionKind.SEND_F, ActionKind.SEND_B)
 
     @property
     def is_recv(self) -> bool:
-        """Whether this kind takes a message from another stage."""
+        """True if this kind takes a message from another stage."""
         return self in (ActionKind.RECV_F, ActionKind.RECV_B)
 
     @property
     def is_message(self) -> bool:
-        """Whether this kind moves a message."""
+        """True if this kind moves a message."""
         return self in _PARTNER
 
     @property
     def computes(self) -> bool:
-        """Whether this kind is a part of a stage's forward or backward."""
+        """True if this kind is a part of a stage's forward or backward."""
         return self in _COMPUTING
 
     @property
     def is_whole(self) -> bool:
-        """Whether this kind is done once for a stage, and not for each microbatch."""
+        """True if this kind is done once for a stage, and not for each microbatch."""
         return self in _WHOLE
 
 

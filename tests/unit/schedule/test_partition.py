@@ -148,7 +148,7 @@ def greedy_bounds(layers, num_stages, limit):
         ([1, float("nan")], 1, 0, ("layer_s", "nan at index 1")),
         ([1, "2"], 1, 0, ("layer_s", "'2'")),
         ([1, 2], 1, float("inf"), ("message_s", 0)),
-        ([1, 2, 3], 2, [1], ("message_s", 2, 1)),
+        ([1, 2, 3], 2, [1], ("message_s", 2, 3, 1)),
     ],
 )
 def test_what_cannot_be_cut(layers, num_stages, message_s, message):
