@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 __all__ = [
     "ArrayValueError",
     "AxisError",
+    "AxisTypeError",
     "BudgetError",
     "ClosedError",
     "CollectiveTimeoutError",
@@ -127,11 +128,15 @@ class ArrayValueError(MpimeshError, ValueError):
     """The values of an array were asked for with a number that breaks a rule."""
 
 
-class AxisError(ShapeError, IndexError, TypeError):
+class AxisError(ShapeError, IndexError):
     """An axis that an array does not have, or that is no whole number.
 
-    NumPy raises a ValueError that is an IndexError for the one, and a TypeError for the other.
+    Of an axis that the array does not have it is a `numpy.exceptions.AxisError`, too.
     """
+
+
+class AxisTypeError(AxisError, TypeError):
+    """An axis that is no whole number."""
 
 
 class IndexOutOfRangeError(MpimeshError, IndexError):

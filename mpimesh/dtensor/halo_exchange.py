@@ -439,8 +439,9 @@ def _steps_of(steps: Any, axis: Any, ndim: int) -> tuple[int, ...]:
         raise ShapeError(f"there must be one step for each axis, got {steps!r} and {axis!r}")
     found = [0] * ndim
     for count, one in zip(counts, axes, strict=True):
+        which = normal_axis(one, ndim)
         try:
-            found[normal_axis(one, ndim)] += index(count)
+            found[which] += index(count)
         except TypeError:
             raise ShapeError(f"steps must be whole numbers, got {count!r}") from None
     return tuple(found)

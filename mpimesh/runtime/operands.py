@@ -26,7 +26,7 @@ from mpimesh.arrays import (
     to_numpy,
 )
 from mpimesh.comm import Communicator, Steps
-from mpimesh.errors import AxisError, DTypeError, ShapeError
+from mpimesh.errors import AxisError, AxisTypeError, DTypeError, ShapeError
 from mpimesh.runtime.agreement import compare
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.world import current_world
@@ -128,18 +128,23 @@ def _overlaps(out: Array) -> bool:
 # -- blocks along an axis ------------------------------------------------------------------------
 
 
+class MissingAxisError(AxisError, np.exceptions.AxisError):
+    """An axis that an array does not have, as NumPy's own error and mpimesh's."""
+
+
 def normal_axis(axis: Any, ndim: int, what: str = "axis") -> int:
     """Return `axis` counted from the front.
 
     Raises:
-        AxisError: If an array of `ndim` axes has no such axis.
+        MissingAxisError: If an array of `ndim` axes has no such axis.
+        AxisTypeError: If `axis` is no whole number.
     """
     try:
         place = operator.index(axis)
     except TypeError:
-        raise AxisError(f"{what} must be a whole number, got {axis!r}") from None
+        raise AxisTypeError(f"{what} must be a whole number, got {axis!r}") from None
     if not -ndim <= place < ndim:
-        raise AxisError(f"{what} {place} does not exist in an array with {ndim} axes")
+        raise MissingAxisError(f"{what} {place} does not exist in an array with {ndim} axes")
     return place % ndim
 
 
