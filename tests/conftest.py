@@ -16,8 +16,12 @@ from tests.helpers.parallel_models import STAGE
 pytest_plugins = ["mpimesh.testing.pytest_plugin"]
 
 _MPI = Path(__file__).parent / "mpi"
+_PROJECT = Path(__file__).parent / "unit" / "project"
 _STEPS = ((9, 3), (4, 2))
-"""Of a function with so many cases a quick run takes every third or second, unless it is marked."""
+"""Of a function with so many cases a quick run takes every third or second, unless it is marked.
+
+What is checked of the project itself costs little, and a quick run takes all of it.
+"""
 
 # `max_examples` is the share in percent of what a property test asks for: see helpers/depth.py.
 # The machines of a test run are shared: a slow example is no failure.
@@ -55,7 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases, numbers = Counter(functions.values()), Counter[tuple[Path, str]]()
     runs: dict[pytest.Item, bool] = {}
     for item, function in functions.items():
-        step = next((step for many, step in _STEPS if cases[function] >= many), 1)
+        sampled = _PROJECT not in item.path.parents
+        step = next((step for many, step in _STEPS if sampled and cases[function] >= many), 1)
         runs[item] = _runs(item, numbers[function], step, config)
         numbers[function] += 1
     config.hook.pytest_deselected(items=[item for item in items if not runs[item]])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import faulthandler
 import itertools
 import json
 import os
 import sys
-import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -37,10 +34,10 @@ from mpimesh.cli.facts import (
 from mpimesh.comm.mpi_environment import Ucx
 from mpimesh.errors import LaunchError
 from mpimesh.runtime import Launch, exit_all
+from mpimesh.runtime.failure import TimeLimit, end_job
 from mpimesh.runtime.launch import check_world
 
 __all__ = [
-    "Guard",
     "crowded",
     "find_findings",
     "run_clean",
@@ -70,19 +67,36 @@ def run_doctor(*, as_json: bool, fresh: bool, limit_s: float) -> None:
     if warning and Launch.detect().rank == 0:
         sys.stderr.write(f"{warning}\n")
         sys.stderr.flush()
-    with Guard(limit_s) as guard:
-        diagnosis = examine(guard.at, fresh=fresh)
+    steps = ["starting"]
+    limit = TimeLimit(limit_s, partial(_too_late, steps, limit_s))
+    try:
+        diagnosis = examine(steps.append, fresh=fresh)
         findings = find_findings(diagnosis)
-        guard.at("showing what was found")
+        steps.append("showing what was found")
         if _rank_of(diagnosis.launch, diagnosis.world_size) == 0:
             _write(diagnosis, findings, as_json=as_json)
-        guard.at("ending all ranks")
+        steps.append("ending all ranks")
         wrong = any(finding.severity == "error" for finding in findings)
         if diagnosis.launch.size > 1 == diagnosis.world_size and diagnosis.launch.rank != 0:
             # Worlds of their own: a launcher that ends all tasks with the first failed one must
             # not end the one that writes.
             wrong = False
         exit_all(_agree_on_code(int(wrong)))
+    except SystemExit:
+        raise
+    except BaseException:  # the other ranks wait for this one
+        traceback.print_exc()
+        end_job(1, "the doctor has failed")
+    finally:
+        limit.stop()
+
+
+def _too_late(steps: Sequence[str], limit_s: float) -> None:
+    sys.stderr.write(
+        f"mpimesh doctor: not done within {limit_s:g} s, in the step: {steps[-1]}; "
+        "--limit gives it more time\n"
+    )
+    end_job(1, "the doctor has run past its limit")
 
 
 def shm_warning(shm: Shm) -> str:
@@ -161,74 +175,6 @@ def run_clean(*, as_json: bool, dry_run: bool) -> None:
         sys.stdout.write(f"{where}{one.path} {size_text(one.nbytes)}\n")
     did = "would remove" if dry_run else "removed"
     sys.stdout.write(f"{where}{did} {len(gone)} files, {size_text(total)}\n")
-
-
-# -- ending a job that hangs -----------------------------------------------------------------------
-
-_GRACE_S = 5.0
-
-
-class Guard:
-    """Ends the whole job when this rank fails or is not done in time. A context manager.
-
-    Two clocks run. One says in which step the rank is and ends the job through MPI. Some steps,
-    such as the start of MPI, let no other thread of Python run: for them there is the second one,
-    in C, which ends this process.
-
-    Args:
-        limit_s: Seconds from now.
-
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self._step = "starting"
-        self._limit_s = limit_s
-        self._clock = threading.Timer(limit_s, self._too_late)
-        self._clock.daemon = True
-
-    def at(self, step: str) -> None:
-        """Note the step that begins, for the message."""
-        self._step = step
-
-    def __enter__(self) -> Self:
-        """Start the clocks."""
-        faulthandler.dump_traceback_later(self._limit_s + _GRACE_S, exit=True)
-        self._clock.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop them; after an error end the job, for the other ranks wait for this one."""
-        if error is not None and not isinstance(error, SystemExit):
-            traceback.print_exception(error)
-            _end_job()
-        self._clock.cancel()
-        faulthandler.cancel_dump_traceback_later()
-
-    def _too_late(self) -> None:
-        sys.stderr.write(
-            f"mpimesh doctor: not done within {self._limit_s:g} s, in the step: {self._step}; "
-            "--limit gives it more time\n"
-        )
-        sys.stderr.flush()
-        _end_job()
-
-
-def _end_job() -> None:
-    """End all ranks with exit code 1."""
-    sys.stdout.flush()
-    mpi = getattr(sys.modules.get("mpi4py"), "MPI", None)
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        # Abort may hang, too, as over a cut cable; then this process at least ends.
-        ending = threading.Timer(_GRACE_S, os._exit, [1])
-        ending.daemon = True
-        ending.start()
-        mpi.COMM_WORLD.Abort(1)
-    os._exit(1)
 
 
 # -- what is wrong: rules over a diagnosis, each a function of its own -----------------------------

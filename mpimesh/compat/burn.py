@@ -94,7 +94,7 @@ class DistributedParamId:
 
 @dataclass(frozen=True, slots=True)
 class DistributedParams:
-    """What is known of a parameter whose gradients are reduced.
+    """A parameter whose gradients are reduced.
 
     Attributes:
         param_id: Its number, the same on all ranks.

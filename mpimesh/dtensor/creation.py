@@ -188,7 +188,18 @@ def full(
     *,
     dtype: DTypeLike | None = None,
 ) -> DTensor:
-    """Return an array with `value` everywhere, as :func:`numpy.full`. Local."""
+    """Return an array with `value` everywhere, as :func:`numpy.full`. Local.
+
+    Args:
+        shape: Lengths of the axes of the whole array; a number for one axis.
+        value: A number, or an array that fits `shape` by broadcasting.
+        mesh: The mesh that has the array.
+        placements: One for each dim of the mesh, or such as ``"dp=S0, tp=R"``.
+        dtype: That of the values; if None that of `value`.
+
+    Raises:
+        ShapeError: If `value` does not fit `shape` and `dtype`.
+    """
     layout, sizes = Layout(as_live(mesh), placements), shape_of_lengths(shape)
     found = host_array(value)
     kind = found.dtype if dtype is None else as_dtype(dtype)
@@ -215,7 +226,7 @@ def zeros(
     *,
     dtype: DTypeLike = float,
 ) -> DTensor:
-    """Return an array of zeros. Local."""
+    """Return an array of zeros. Local; arguments as of :func:`full`."""
     return full(shape, 0, mesh, placements, dtype=dtype)
 
 
@@ -226,7 +237,7 @@ def ones(
     *,
     dtype: DTypeLike = float,
 ) -> DTensor:
-    """Return an array of ones. Local."""
+    """Return an array of ones. Local; arguments as of :func:`full`."""
     return full(shape, 1, mesh, placements, dtype=dtype)
 
 
@@ -237,7 +248,7 @@ def empty(
     *,
     dtype: DTypeLike = float,
 ) -> DTensor:
-    """Return an array whose values are whatever its memory holds. Local."""
+    """Return an array of any values, without writing to it. Local; arguments as of :func:`full`."""
     layout = Layout(as_live(mesh), placements)
     lengths = shape_of_lengths(shape)
     dtype = as_dtype(dtype)
@@ -336,6 +347,8 @@ def arange(
 ) -> DTensor:
     """Return numbers from `start` up to, and without, `stop`, as :func:`numpy.arange`. Local.
 
+    The others of its arguments are as of :func:`full`.
+
     Raises:
         ArrayValueError: If `step` is 0.
     """
@@ -364,7 +377,11 @@ def linspace(
     endpoint: bool = True,
     dtype: DTypeLike = float,
 ) -> DTensor:
-    """Return `num` numbers from `start` to `stop`, as :func:`numpy.linspace`. Local."""
+    """Return `num` numbers from `start` to `stop`, as :func:`numpy.linspace`. Local.
+
+    The last one is `stop` if it is an `endpoint`. The others of its arguments are as of
+    :func:`full`.
+    """
     start, stop = _number(start, "start"), _number(stop, "stop")
     shape = shape_of_lengths((as_int(num, "num", ArrayValueError, least=0),))
     endpoint, kind = as_flag(endpoint, "endpoint", ArrayValueError), _numbers(dtype)
@@ -385,7 +402,10 @@ def eye(
     k: int = 0,
     dtype: DTypeLike = float,
 ) -> DTensor:
-    """Return a matrix with ones on diagonal `k`, as :func:`numpy.eye`. Local."""
+    """Return a matrix with ones on diagonal `k`, as :func:`numpy.eye`. Local.
+
+    It has `rows` and `columns`. The others of its arguments are as of :func:`full`.
+    """
     rows = as_int(rows, "rows", ArrayValueError, least=0)
     columns = rows if columns is None else as_int(columns, "columns", ArrayValueError, least=0)
     k = as_int(k, "k", ArrayValueError)
@@ -482,7 +502,8 @@ class Random:
     """Random split arrays, the same on every mesh and in every layout for the same seed.
 
     Each call draws from a stream of its own: the first call after the same seed gives the same
-    array, whatever its layout. All ranks make the same calls.
+    array, whatever its layout. All ranks make the same calls. Their `shape`, `mesh`, `placements`
+    and `dtype` are as of :func:`full`.
 
     Args:
         seed: A whole number that is not negative.
@@ -529,7 +550,7 @@ class Random:
         scale: float = 1.0,
         dtype: DTypeLike = float,
     ) -> DTensor:
-        """Return values of the normal distribution. Local."""
+        """Return values of the normal distribution of mean `loc` and deviation `scale`. Local."""
         options = {"loc": _number(loc, "loc"), "scale": _number(scale, "scale")}
         return self._draw(normal_block, (), shape, mesh, placements, dtype, **options)
 
@@ -542,7 +563,7 @@ class Random:
         scale: float = 1.0,
         dtype: DTypeLike = float,
     ) -> DTensor:
-        """Return values of the exponential distribution. Local."""
+        """Return values of the exponential distribution of mean `scale`. Local."""
         scale = _number(scale, "scale")
         return self._draw(exponential_block, (), shape, mesh, placements, dtype, scale=scale)
 
@@ -557,7 +578,10 @@ class Random:
         endpoint: bool = False,
         dtype: DTypeLike = np.int64,
     ) -> DTensor:
-        """Return whole numbers from `low` up to, and without, `high`, all as likely. Local."""
+        """Return whole numbers from `low` up to `high`, all as likely. Local.
+
+        `high` itself is one of them only if it is an `endpoint`.
+        """
         low, high = as_int(low, "low", ArrayValueError), as_int(high, "high", ArrayValueError)
         endpoint = as_flag(endpoint, "endpoint", ArrayValueError)
         return self._draw(

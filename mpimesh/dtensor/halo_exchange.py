@@ -177,7 +177,10 @@ class Halo:
         *,
         dtype: DTypeLike = float,
     ) -> Halo:
-        """Prepare one for arrays that there are none of yet. Local. Errors as of the class."""
+        """Prepare one for arrays of a shape and `placements`, before there are any. Local.
+
+        Errors as of the class.
+        """
         halo = cls.__new__(cls)
         plan = plan_halo(Layout(as_live(mesh), placements), as_shape(shape), width, boundary)
         halo._prepare(mesh, plan, as_dtype(dtype))

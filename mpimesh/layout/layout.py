@@ -136,7 +136,11 @@ class Layout:
         )
 
     def agrees_with(self, other: Layout) -> bool:
-        """Tell whether blocks are the same in both; names of meshes and devices do not count."""
+        """Tell whether blocks are the same in both; names of meshes and devices do not count.
+
+        Raises:
+            LayoutError: If `other` is no layout.
+        """
         if not isinstance(other, Layout):
             raise LayoutError(f"other must be a Layout, got {shown(other)}")
         return self.placement == other.placement and same_ranks(self.mesh, other.mesh)

@@ -82,7 +82,11 @@ class Shard(PlacementSpec):
 
     @classmethod
     def of_sizes(cls, axis: int, sizes: Sequence[int]) -> Shard:
-        """Return the shard with blocks of these sizes, which it does not name if they are even."""
+        """Return the shard of `axis` in blocks of `sizes`, which it does not name if they are even.
+
+        Raises:
+            LayoutError: If `axis` or `sizes` cannot be those of a shard.
+        """
         cut = cls(axis, sizes=sizes)
         if cut.sizes is None:
             raise LayoutError("sizes of a Shard are missing: give one for each rank")
@@ -248,7 +252,7 @@ class Placement(Sequence[PlacementSpec]):
 
     @classmethod
     def of(cls, placements: PlacementLike, dim_names: Sequence[str]) -> Placement:
-        """Return `placements` as one spec for each of the dims.
+        """Return `placements` as one spec for each of the dims `dim_names`.
 
         By names, in a mapping or as ``"dp=S0, tp=R"``, dims may be left out: they replicate.
 
@@ -276,7 +280,11 @@ class Placement(Sequence[PlacementSpec]):
         return placement
 
     def named(self, dim_names: Sequence[str]) -> str:
-        """Return the text with the names of the dims: ``dp=S0, tp=R``."""
+        """Return the text with the names of the dims: ``dp=S0, tp=R``.
+
+        Raises:
+            LayoutError: If `dim_names` is not one for each spec.
+        """
         names = as_items(dim_names, "dim_names", LayoutError)
         if len(names) != len(self):
             raise LayoutError(f"dim_names must be one for each of {self}, got {shown(dim_names)}")

@@ -173,6 +173,9 @@ class Mesh:
             ids: Any distinct ranks, also as a range.
             dim_names: Names of the dims; ``d0, d1, ...`` if None.
             name: Name of the mesh.
+
+        Raises:
+            MeshError: As of the class, and if there is not one name for each size.
         """
         shape = as_items(shape, "shape")
         names = tuple(f"d{k}" for k in range(len(shape)))
@@ -184,7 +187,7 @@ class Mesh:
     # -- other meshes from this one --------------------------------------------
 
     def submesh(self, dims: NamesLike, /, **fixed: int) -> Mesh:
-        """Return the mesh over `dims` at given coordinates of all other dims.
+        """Return the mesh over `dims`, with all other dims `fixed` at a coordinate.
 
         ``mesh.submesh("dp", pp=0, tp=1)``. The dims come in the order of `dims`, so
         naming all of them permutes the mesh.
@@ -213,6 +216,10 @@ class Mesh:
 
         The new dim stands where the first of `dims` in this mesh stood, and runs
         through them row-major in the order they are named.
+
+        Raises:
+            UnknownNameError: If there is no such dim.
+            MeshError: If `dims` names none, or one twice, or the mesh has a dim called `name`.
         """
         joined = dim_numbers(self.dims, dims)
         if not joined:
@@ -320,20 +327,20 @@ class Mesh:
         return self.coords_of(rank)[self._number(dim)]
 
     def offset_of(self, rank: int) -> int:
-        """Return the offset of `rank`."""
+        """Return the offset of `rank`; RankError if it is not in the mesh."""
         offset = self._offset(as_int(rank, "a rank"))
         if offset is None:
             raise RankError(f"rank {rank} is not in the mesh, which has {self._known_ranks()}")
         return offset
 
     def rank_of(self, offset: int) -> int:
-        """Return the rank at `offset`, which must be in range."""
+        """Return the rank at `offset`; RankError if that is out of range."""
         if not 0 <= as_int(offset, "an offset") < self.size:
             raise RankError(f"offset {offset} is outside of mesh {self.dims_text}")
         return int(self.ids[offset])
 
     def rank_at(self, /, *coords: int, **by_dim: int) -> int:
-        """Return the rank at coordinates: all in order, or all by their dims' names.
+        """Return the rank at `coords`, one for each dim in order, or by name: `by_dim`.
 
         Raises:
             MeshError: If one is missing, or outside of its dim.

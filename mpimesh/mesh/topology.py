@@ -155,7 +155,7 @@ class MeshTopology(ABC):
 
     @staticmethod
     def mixed(tp: int, pp: int, dp: int) -> MixedTopology:
-        """Replicas of pipelines whose stages are split over `tp` ranks."""
+        """`dp` replicas of pipelines of `pp` stages, each of which is split over `tp` ranks."""
         return MixedTopology(tp, pp, dp)
 
     @staticmethod

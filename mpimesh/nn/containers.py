@@ -92,7 +92,7 @@ class Sequential(Module):
     def materialize(
         self, *, seed: int, dtype: DTypeLike = np.float32, xp: ModuleType = np, index: int = 0
     ) -> None:
-        """Give all layers memory and tell them where they stand; see `Module.materialize`.
+        """Give all layers memory and tell them where they stand; see :meth:`Module.materialize`.
 
         Raises:
             DTypeError: If `dtype` is not a float one.
@@ -103,7 +103,7 @@ class Sequential(Module):
         self.set_part(self._part)
 
     def set_place(self, *, seed: int, index: int) -> None:
-        """Tell all layers where they stand; raises as :meth:`set_part`."""
+        """As :meth:`Module.set_place`, and raises as :meth:`set_part`."""
         super().set_place(seed=seed, index=index)
         self.set_part(self._part)
 

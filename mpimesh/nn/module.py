@@ -238,9 +238,9 @@ class Module(ABC):
         self._place = (seed, index)
 
     def set_place(self, *, seed: int, index: int) -> None:
-        """Tell all layers under this one where they stand, which :meth:`materialize` tells, too.
+        """Tell all layers under this one their `seed` and place, that of the first being `index`.
 
-        A model calls it for layers that keep the values that they have.
+        :meth:`materialize` does so, too; a model calls this for layers that keep their values.
         """
         for child, place in self._numbered_children(index):
             protocol.set_place(child, seed=seed, index=place)

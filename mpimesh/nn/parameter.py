@@ -70,12 +70,12 @@ class Parameter:
         rank: This rank among those of the layout.
         box: (start, stop) along each axis of what this rank holds of the whole parameter.
         data: The values, C-contiguous, or None before `materialize`.
-        grad_dtype: The dtype of the gradient; that of the values if None. A wider
-            one than theirs keeps what many additions would lose.
-        requires_grad: False freezes it: layers compute no gradient for it and
-            optimizers leave it alone.
-        on_ready: Called with the parameter after each `accumulate`, that is once
-            per use of its layer and microbatch.
+        grad_dtype: The gradient's; that of the values if None. A wider one loses less in sums.
+        requires_grad: False freezes it: layers compute no gradient, and optimizers leave it alone.
+        on_ready: Called with it after each `accumulate`, once per use of its layer and microbatch.
+
+    Raises:
+        ModuleError: If `name` is no text, `shape` no shape, or `initializer` cannot draw.
     """
 
     __slots__ = (
@@ -558,7 +558,7 @@ class Initializer(Protocol):
     """A way to draw the first values of a parameter."""
 
     def draw(self, bits: np.random.Philox, count: int) -> HostArray:
-        """Return the next `count` values, float64."""
+        """Return the next `count` values of the stream `bits`, float64."""
         ...
 
 
@@ -595,7 +595,7 @@ class Uniform:
         object.__setattr__(self, "bound", as_real(self.bound, "bound", ModuleError, least=0))
 
     def draw(self, bits: np.random.Philox, count: int) -> HostArray:
-        """Return the next `count` values."""
+        """Return the next `count` values of the stream `bits`."""
         values = _open_unit(bits, count)
         values *= 2.0 * self.bound
         values -= self.bound
@@ -616,7 +616,7 @@ class Normal:
         object.__setattr__(self, "std", as_real(self.std, "std", ModuleError, least=0))
 
     def draw(self, bits: np.random.Philox, count: int) -> HostArray:
-        """Return the next `count` values."""
+        """Return the next `count` values of the stream `bits`."""
         pairs = _open_unit(bits, count + count % 2).reshape(-1, 2)
         radius = np.sqrt(-2.0 * np.log(pairs[:, 0])) * self.std
         angle = 2.0 * math.pi * pairs[:, 1]

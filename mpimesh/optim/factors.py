@@ -331,6 +331,9 @@ class WarmupLR(LRSchedule):
         steps: The step at which `then` begins; 0 is no warm-up.
         then: The schedule after it.
         start: Share of the first rate of `then` at step 0. With 0 the first step changes nothing.
+
+    Raises:
+        ModuleError: If `steps` or `start` is no number of at least 0, or `then` no schedule.
     """
 
     steps: int
@@ -367,6 +370,9 @@ class OneCycleLR(LRSchedule):
         warmup: Share of the steps in which it rises, at most 1.
         start: Share of the rate at step 0.
         end: Share of the rate at the last step.
+
+    Raises:
+        ModuleError: If one is no number of at least 0, or `warmup` is more than 1.
     """
 
     steps: int

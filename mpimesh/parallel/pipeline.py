@@ -444,7 +444,7 @@ class PipelineParallel(ParallelModel):
         return tuple(self._engine.local.values())
 
     def schedule(self, num_microbatches: int | None = None, *, training: bool = True) -> Schedule:
-        """Return what all ranks of a pipeline do in a step, without messages."""
+        """Return what all ranks do in a step, of `training` or without backwards; no messages."""
         count = self.num_microbatches if num_microbatches is None else num_microbatches
         training = as_flag(training, "training", ScheduleError)
         return self._engine.plans.schedule(check_microbatches(count), training=training)

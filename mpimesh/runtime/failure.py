@@ -51,6 +51,7 @@ __all__ = [
     "FailureHooks",
     "JobEnd",
     "MainProgram",
+    "TimeLimit",
     "end_job",
     "end_together",
     "install",
@@ -60,6 +61,7 @@ __all__ = [
 
 _STDERR_FD = 2
 _GRACE_S = 3.0
+_BACKSTOP_S = 5.0
 _DELIVERY_S = 0.1
 _LONGEST_DELIVERY_S = 1.0
 _STEP_S = 0.15
@@ -159,6 +161,33 @@ def limited_start(limit_s: float) -> Iterator[None]:
     try:
         yield
     finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+class TimeLimit:
+    """The longest time that a piece of work may take, from now on, until it is stopped.
+
+    Two clocks run. A thread calls `too_late`, which says why and ends the process. Some calls, such
+    as the start of MPI, let no other thread of Python run: for them there is a second clock, in C,
+    which then shows where the program stands and ends this process.
+
+    Args:
+        limit_s: The time in seconds.
+        too_late: What ends the process.
+        fd: File descriptor that the second clock writes to.
+    """
+
+    def __init__(
+        self, limit_s: float, too_late: Callable[[], None], *, fd: int = _STDERR_FD
+    ) -> None:
+        faulthandler.dump_traceback_later(limit_s + _BACKSTOP_S, exit=True, file=fd)
+        self._timer = threading.Timer(limit_s, too_late)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def stop(self) -> None:
+        """End the limit: the work was done in time."""
+        self._timer.cancel()
         faulthandler.cancel_dump_traceback_later()
 
 

@@ -491,19 +491,19 @@ class ProcessGroup:
         return messages.shift(self._core, x, offset, wrap=wrap, label=label)
 
     def send_next(self, x: Array, *, tag: int = 0) -> CollectiveTensor[None]:
-        """Send `x` to the next rank of the group; an error on the last one."""
+        """Send `x` to the next rank of the group, under `tag`; an error on the last one."""
         return self.send(x, messages.neighbour(self._core, 1, "send_next"), tag=tag)
 
     def send_prev(self, x: Array, *, tag: int = 0) -> CollectiveTensor[None]:
-        """Send `x` to the rank before; an error on the first one."""
+        """Send `x` to the rank before, under `tag`; an error on the first one."""
         return self.send(x, messages.neighbour(self._core, -1, "send_prev"), tag=tag)
 
     def recv_next(self, *, out: Array | None = None, tag: int = 0) -> CollectiveTensor:
-        """Receive from the next rank of the group; an error on the last one."""
+        """Receive into `out` what the next rank sent under `tag`; an error on the last one."""
         return self.recv(messages.neighbour(self._core, 1, "recv_next"), out=out, tag=tag)
 
     def recv_prev(self, *, out: Array | None = None, tag: int = 0) -> CollectiveTensor:
-        """Receive from the rank before; an error on the first one."""
+        """Receive into `out` what the rank before sent under `tag`; an error on the first one."""
         return self.recv(messages.neighbour(self._core, -1, "recv_prev"), out=out, tag=tag)
 
     def start_barrier(self, *, label: str | None = None) -> CollectiveTensor[None]:

@@ -55,7 +55,7 @@ class Costs:
         backward_weight_s: Seconds | Sequence[Seconds] = 1,
         message_s: Seconds | Sequence[Seconds] = 0,
     ) -> Costs:
-        """Make costs from one number for all stages, or one for each.
+        """Make costs of `num_stages` stages from one number for all of them, or one for each.
 
         Raises:
             ScheduleError: If a number is negative or not finite, or there is not one for each.

@@ -184,7 +184,8 @@ def forward_only(
     For equal stages a rank is idle for ``(num_stages - 1) * F``. It stores no activations.
 
     Raises:
-        ScheduleError: If a number is less than 1.
+        ScheduleError: If `num_stages` or `num_microbatches` is less than 1, or `num_ranks` is
+            another number than `num_stages`.
     """
     _one_stage_each("forward", num_stages, num_microbatches, num_ranks)
     return forward_schedule(range(num_stages), num_microbatches)
@@ -198,7 +199,8 @@ def gpipe(num_stages: int, num_microbatches: int, *, num_ranks: int | None = Non
     of :func:`~mpimesh.schedule.one_f_one_b` do, so both add up gradients in one order.
 
     Raises:
-        ScheduleError: If a number is less than 1.
+        ScheduleError: If `num_stages` or `num_microbatches` is less than 1, or `num_ranks` is
+            another number than `num_stages`.
     """
     _one_stage_each("gpipe", num_stages, num_microbatches, num_ranks)
     return _breadth_first("gpipe", num_stages, num_microbatches, num_stages)
@@ -215,7 +217,8 @@ def one_f_one_b(
     GPipe, but stores the activations of ``min(num_stages - s, num_microbatches)`` microbatches.
 
     Raises:
-        ScheduleError: If a number is less than 1.
+        ScheduleError: If `num_stages` or `num_microbatches` is less than 1, or `num_ranks` is
+            another number than `num_stages`.
     """
     _one_stage_each("1f1b", num_stages, num_microbatches, num_ranks)
 
@@ -259,7 +262,8 @@ def zb1p(num_stages: int, num_microbatches: int, *, num_ranks: int | None = None
     (Qi et al., 2023, arXiv 2401.10241.)
 
     Raises:
-        ScheduleError: If a number is less than 1.
+        ScheduleError: If `num_stages` or `num_microbatches` is less than 1, or `num_ranks` is
+            another number than `num_stages`.
     """
     _one_stage_each("zb1p", num_stages, num_microbatches, num_ranks)
     return _zero_bubble("zb1p", num_stages, num_microbatches, depth=1)
@@ -276,7 +280,8 @@ def zb2p(num_stages: int, num_microbatches: int, *, num_ranks: int | None = None
     (Qi et al., 2023, arXiv 2401.10241.)
 
     Raises:
-        ScheduleError: If a number is less than 1.
+        ScheduleError: If `num_stages` or `num_microbatches` is less than 1, or `num_ranks` is
+            another number than `num_stages`.
     """
     _one_stage_each("zb2p", num_stages, num_microbatches, num_ranks)
     return _zero_bubble("zb2p", num_stages, num_microbatches, depth=2)

@@ -105,7 +105,7 @@ class Edges:
             ) from None
 
     def between(self, stage: int, other: int) -> int:
-        """Return the number of the edge between two stages.
+        """Return the number of the edge between `stage` and `other`.
 
         Raises:
             LookupError: If there is none.

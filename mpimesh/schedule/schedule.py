@@ -505,6 +505,9 @@ def schedule_table(schedule: Schedule, *, mark: tuple[int, int] | None = None) -
         mark: Rank and step of an action to point at. Only what stands around it is
             shown. The step after a rank's last one marks the end of its list.
 
+    Raises:
+        ScheduleError: If there is no such rank or step, or it is no schedule.
+
     Example:
         >>> print(schedule_table(make_schedule("1f1b", 2, 2), mark=(1, 1)))
         step    0    1      2    3

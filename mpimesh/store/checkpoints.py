@@ -144,7 +144,7 @@ class Checkpoints:
         return self._step
 
     def path(self, step: int) -> Path:
-        """Return the folder of the checkpoint of a step. Local."""
+        """Return the folder of the checkpoint of a step; StoreError for what is no step. Local."""
         number = as_int(step, "step", StoreError, least=0)
         if number > _MOST_STEP:
             raise StoreError(f"step must be at most {_MOST_STEP}, got {number}")

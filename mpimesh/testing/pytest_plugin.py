@@ -26,7 +26,6 @@ on several ranks, see :func:`mpimesh.testing.launch.launch`.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import shutil
 import sys
@@ -36,13 +35,15 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
 from mpimesh.arguments import rank_names, ranks_by_value
+from mpimesh.runtime.failure import TimeLimit
 from mpimesh.runtime.world import current_world
 from mpimesh.testing import launch as launch_module
 from mpimesh.testing.launch import LaunchResult, Program
@@ -149,17 +150,17 @@ class _RanksPlugin:
         self._limit_s = float(config.getini("limit_s"))
         # While plugins are configured nothing is captured: this is the real stderr.
         self._stderr_fd = os.dup(sys.stderr.fileno())
-        who = f"rank {comm.rank} of {comm.size}"
-        self._limit = _TimeLimit(fd=self._stderr_fd, who=who)
+        self._limit: TimeLimit | None = None
+        self._failures: list[str] = []
         # Pytest fails the test in which a thread has raised; the job goes on.
         current_world().threads_may_fail = True
 
     def close(self) -> None:
-        self._limit.stop()
+        self._stop_limit()
         self._comm.Free()
         os.close(self._stderr_fd)
 
-    def _all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order. Collective.
 
         It naps while it waits: a test suite runs more ranks than there are cores, and a rank that
@@ -171,10 +172,37 @@ class _RanksPlugin:
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
         return self._comm.allgather(value)
 
+    # -- the time limit ---------------------------------------------------------------
+
+    def _start_limit(self, what: str, limit_s: float) -> None:
+        """Give `what` at most `limit_s` seconds from now on.
+
+        A rank that hangs inside MPI sees neither signals nor exceptions: the limit's thread ends
+        the process, which makes the launcher end the other ranks.
+        """
+        self._stop_limit()
+        too_late = partial(self._too_late, what, limit_s)
+        self._limit = TimeLimit(limit_s, too_late, fd=self._stderr_fd)
+
+    def _stop_limit(self) -> None:
+        if self._limit is not None:
+            self._limit.stop()
+            self._limit = None
+
+    def _too_late(self, what: str, limit_s: float) -> None:
+        # Pytest shows failures at its end, which does not come.
+        failures = "".join(f"\n{failure}\n" for failure in self._failures)
+        who = f"rank {self._comm.rank} of {self._comm.size}"
+        report = f"{failures}\n{who}: {what} ran past its limit of {limit_s:g} s\n{_stacks()}"
+        # One write, so that the reports of several ranks do not mix.
+        os.write(self._stderr_fd, report.encode(errors="replace"))
+        time.sleep(_LAST_WORDS_S)
+        os._exit(_EXIT_CODE)
+
     # -- collection ---------------------------------------------------------------
 
     def pytest_collection(self) -> None:
-        self._limit.start("collection", self._limit_s)
+        self._start_limit("collection", self._limit_s)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(
@@ -190,7 +218,7 @@ class _RanksPlugin:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Refuse to start unless all ranks are about to run the same tests."""
         ids = [item.nodeid for item in session.items]
-        collected = self._all_gather((ids, session.testsfailed))
+        collected = self.all_gather((ids, session.testsfailed))
         if any(found != collected[0] for found in collected):
             common = set.intersection(*(set(found) for found, _ in collected))
             lines = ["the ranks collected different tests:"]
@@ -201,7 +229,7 @@ class _RanksPlugin:
                     + (f", not on all ranks: {', '.join(extra)}" if extra else "")
                 )
             raise pytest.UsageError("\n  ".join(lines))
-        self._limit.stop()
+        self._stop_limit()
 
     # -- tests --------------------------------------------------------------------
 
@@ -209,11 +237,11 @@ class _RanksPlugin:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """Hold the test, with all its phases, to its limit."""
         marker = item.get_closest_marker("limit")
-        self._limit.start(item.nodeid, float(marker.args[0]) if marker else self._limit_s)
+        self._start_limit(item.nodeid, float(marker.args[0]) if marker else self._limit_s)
         try:
             return (yield)
         finally:
-            self._limit.stop()
+            self._stop_limit()
 
     # First in, last out: what is agreed on is the outcome after xfail and its like.
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -222,9 +250,9 @@ class _RanksPlugin:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Replace this rank's outcome by the one that all ranks agree on."""
         report = yield
-        _agree(report, self._all_gather(_Outcome.of(report)))
+        _agree(report, self.all_gather(_Outcome.of(report)))
         if report.failed and self._comm.rank == 0:
-            self._limit.notes.append(f"{report.nodeid}: {report.longrepr}")
+            self._failures.append(f"{report.nodeid}: {report.longrepr}")
         return report
 
     # -- the ways out that other ranks would not notice -----------------------------
@@ -344,76 +372,47 @@ def _failure_text(outcomes: Sequence[_Outcome]) -> str:
     return "\n".join(parts)
 
 
-# -- the time limit --------------------------------------------------------------------------------
+# -- where the threads of a test that takes too long are -------------------------------------------
 
 _EXIT_CODE = 70
 """Exit code of a process that ran past its limit."""
 
-# The ranks of a job meet their limits a little apart; each should have its say first.
 _LAST_WORDS_S = 1.0
-_BACKSTOP_S = 5.0
-_MACHINERY = (f"{os.sep}_pytest{os.sep}", f"{os.sep}pluggy{os.sep}", "<frozen runpy>")
+"""The ranks of a job meet their limits a little apart; each should have its say first."""
 
-
-class _TimeLimit:
-    """One clock for one process; started for one piece of work after the other.
-
-    A rank that hangs inside MPI sees neither signals nor exceptions. So the limit is a thread of
-    its own that writes where every thread stands and ends the process, which makes the launcher
-    end the other ranks. Should that thread not get the interpreter's lock, `faulthandler`, which
-    needs none, ends the process later.
-
-    Args:
-        fd: File descriptor that the report goes to.
-        who: How the report calls this process, for instance ``"rank 1 of 4"``.
-
-    Attributes:
-        notes: Texts that a report begins with, of failures that pytest would show at the end.
-    """
-
-    def __init__(self, *, fd: int, who: str) -> None:
-        self._fd = fd
-        self._who = who
-        self._timer: threading.Timer | None = None
-        self.notes: list[str] = []
-
-    def start(self, what: str, limit_s: float) -> None:
-        """Give `what` at most `limit_s` seconds from now on."""
-        self.stop()
-        faulthandler.dump_traceback_later(limit_s + _BACKSTOP_S, exit=True, file=self._fd)
-        self._timer = threading.Timer(limit_s, self._end, (what, limit_s))
-        self._timer.daemon = True
-        self._timer.start()
-
-    def stop(self) -> None:
-        """The work has ended in time."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-            faulthandler.cancel_dump_traceback_later()
-
-    def _end(self, what: str, limit_s: float) -> None:
-        notes = "".join(f"\n{note}\n" for note in self.notes)
-        report = f"{notes}\n{self._who}: {what} ran past its limit of {limit_s:g} s\n{_stacks()}"
-        # One write, so that the reports of several ranks do not mix.
-        os.write(self._fd, report.encode(errors="replace"))
-        time.sleep(_LAST_WORDS_S)
-        os._exit(_EXIT_CODE)
+_RUNNERS = {"__main__", "_pytest", "hypothesis", "pluggy", "pytest"}
+_NOT_THE_TESTS = {*sys.stdlib_module_names, *_RUNNERS, "mpi4py", "numpy"}
+_OF_MPIMESH = "mpimesh"
 
 
 def _stacks() -> str:
-    """Where each thread but this one stands, without the test runner's own frames."""
+    """Where each thread but this one is in the code of the tests."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     text = []
     for ident, frame in sys._current_frames().items():
-        if ident == threading.get_ident():
-            continue
-        stack = [
-            entry
-            for entry in traceback.extract_stack(frame)
-            if not any(part in entry.filename for part in _MACHINERY)
-            and Path(entry.filename).name != "runpy.py"
-        ]
-        text.append(f"  thread {names.get(ident, ident)}:\n")
-        text.extend(traceback.format_list(stack))
+        stack = [] if ident == threading.get_ident() else _stack(frame)
+        if stack:
+            text.append(f"  thread {names.get(ident, ident)}:\n{''.join(stack)}")
     return "".join(text)
+
+
+def _stack(innermost: FrameType) -> list[str]:
+    """The frames of the tests' code; of what these call in mpimesh, only the call.
+
+    Empty for a thread that runs nothing of the tests.
+    """
+    text: list[str] = []
+    inside = False
+    for frame, line in reversed([*traceback.walk_stack(innermost)]):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if frame.f_code is _RanksPlugin.all_gather.__code__:
+            return ["    waits for the other ranks, which have not come to the end of it\n"]
+        if package == _OF_MPIMESH:
+            if text and not inside:
+                text.append(f"    in mpimesh: {frame.f_code.co_qualname}\n")
+            inside = True
+        elif package not in _NOT_THE_TESTS:
+            place = traceback.FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name)
+            text += traceback.format_list([place])
+            inside = False
+    return text

@@ -245,6 +245,16 @@ class Tracer:
     ) -> None:
         """Keep an event that is over, with times read from :attr:`clock`.
 
+        Args:
+            name: Such as ``2F0`` for an action of a pipeline.
+            category: What kind of work it was.
+            start_s: When it began.
+            duration_s: How long it took.
+            nbytes: Bytes moved.
+            stage: The stage of a pipeline that it was for.
+            microbatch: The microbatch that it was for.
+            message: What pairs a send with its receive, alike on both ranks.
+
         Raises:
             TraceError: If the category is unknown.
         """
@@ -265,7 +275,8 @@ class Tracer:
     ) -> Span:
         """Return a context manager that records the time spent in its body.
 
-        The event is kept also when the body raises. ``span.nbytes`` may be set in the body.
+        Its arguments are as of :meth:`record`. The event is kept also when the body raises.
+        ``span.nbytes`` may be set in the body.
         """
         return Span(self, name, category, nbytes, stage, microbatch)
 

@@ -150,6 +150,9 @@ def test_deadlock_ends_the_job_and_tells_where_each_rank_was(run_tests):
     )
     assert sorted(reports) == ["0", "1"], str(result)
     assert "comm.Barrier()  # nobody else comes" in result.stderr
+    # Of nothing else a frame: rank 0 is in the plugin.
+    assert re.findall(r'File ".*/(.*)", line', result.stderr) == ["test_it.py"]
+    assert "waits for the other ranks, which have not come to the end of it" in result.stderr
 
 
 @pytest.mark.deep
