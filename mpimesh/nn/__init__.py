@@ -5,11 +5,12 @@ from mpimesh.nn.attention import Attention
 from mpimesh.nn.containers import Add, Checkpoint, Concat, MeanPool, Sequential
 from mpimesh.nn.dropout import Dropout
 from mpimesh.nn.embedding import BertEmbedding, Embedding, PositionalEmbedding, RotaryEmbedding
+from mpimesh.nn.initializers import Constant, Initializer, Normal, Uniform
 from mpimesh.nn.linear import Linear
 from mpimesh.nn.losses import CrossEntropy, Loss, MeanSquaredError, cross_entropy, mse_loss
 from mpimesh.nn.module import Module
 from mpimesh.nn.norms import LayerNorm, Normalize, RMSNorm
-from mpimesh.nn.parameter import Constant, Initializer, Normal, Parameter, Uniform
+from mpimesh.nn.parameter import Parameter
 from mpimesh.nn.protocol import Context, SupportsLayer
 from mpimesh.nn.transformer import BertBlock, FeedForward, GptBlock, SwiGLU
 

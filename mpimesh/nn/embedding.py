@@ -12,9 +12,10 @@ from mpimesh.arguments import as_flag, as_real, shape_of
 from mpimesh.arrays.namespace import Array, DType, is_cupy, namespace
 from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.nn.dropout import Dropout, check_share
+from mpimesh.nn.initializers import Normal
 from mpimesh.nn.module import Composite, Module
 from mpimesh.nn.norms import LayerNorm
-from mpimesh.nn.parameter import Normal, Parameter
+from mpimesh.nn.parameter import Parameter
 from mpimesh.nn.protocol import (
     Context,
     check_extent,

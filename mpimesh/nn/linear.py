@@ -13,8 +13,9 @@ from mpimesh.arrays.namespace import Array, namespace
 from mpimesh.errors import LayoutError, ModuleError, ShapeError
 from mpimesh.layout import Placement, PlacementLike, Shard
 from mpimesh.nn import protocol
+from mpimesh.nn.initializers import Uniform
 from mpimesh.nn.module import Composite, Module
-from mpimesh.nn.parameter import Parameter, Uniform
+from mpimesh.nn.parameter import Parameter
 from mpimesh.nn.protocol import (
     Context,
     FeaturePart,

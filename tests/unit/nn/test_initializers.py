@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mpimesh.errors import ModuleError
-from mpimesh.nn.parameter import Constant, Normal, Uniform, first_values
+from mpimesh.nn.initializers import Constant, Normal, Uniform, first_values
 from tests.helpers.depth import examples
 from tests.helpers.raises import raises
 

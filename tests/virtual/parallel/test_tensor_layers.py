@@ -22,7 +22,7 @@ from mpimesh.layout import Layout
 from mpimesh.layout.boxes import slices
 from mpimesh.nn import Parameter
 from mpimesh.nn.attention import head_runs
-from mpimesh.nn.parameter import first_values
+from mpimesh.nn.initializers import first_values
 from mpimesh.parallel.split_layers import TensorModel
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import on_ranks
