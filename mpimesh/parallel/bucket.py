@@ -30,8 +30,9 @@ once, and the new ones are gathered as at stage 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -51,6 +52,8 @@ __all__ = [
     "BucketShard",
     "Reductions",
     "SharedValues",
+    "flat_places",
+    "inside",
     "shard_sizes",
     "share_frozen",
 ]
@@ -152,26 +155,33 @@ def share_frozen(parameters: Iterable[Parameter], group: ProcessGroup) -> list[S
     return shared
 
 
-def _shown(parameters: Sequence[Parameter], flat: Array) -> list[Array]:
-    """Let parameters have the values that lie in `flat` memory; return the views of it."""
-    views: list[Array] = []
+def flat_places(parameters: Iterable[Parameter]) -> Iterator[tuple[Parameter, slice]]:
+    """Yield each parameter with its elements in flat memory, where one comes after the other."""
     end = 0
     for parameter in parameters:
         begin, end = end, end + parameter.size
-        parameter.data = flat[begin:end].reshape(parameter.shape)
+        yield parameter, slice(begin, end)
+
+
+def inside(place: slice, part: slice) -> slice:
+    """Return the elements of flat memory in `part` that are in `place`, counted from its start."""
+    start, stop = (min(max(edge, place.start), place.stop) for edge in (part.start, part.stop))
+    return slice(start - place.start, stop - place.start)
+
+
+def _shown(parameters: Sequence[Parameter], flat: Array) -> list[Array]:
+    """Let parameters have the values that lie in `flat` memory; return the views of it."""
+    views: list[Array] = []
+    for parameter, place in flat_places(parameters):
+        parameter.data = flat[place].reshape(parameter.shape)
         views.append(parameter.data)
     return views
 
 
 def _copy(parameters: Sequence[Parameter], part: slice, out: Array) -> None:
     """Write those of the values of parameters that lie in `part` of flat memory to `out`."""
-    end = 0
-    for parameter in parameters:
-        begin, end = end, end + parameter.size
-        first, last = max(begin, part.start), min(end, part.stop)
-        if first < last:
-            values = parameter.value().reshape(-1)[first - begin : last - begin]
-            out[first - part.start : last - part.start] = values
+    for parameter, place in flat_places(parameters):
+        out[inside(part, place)] = parameter.value().reshape(-1)[inside(place, part)]
 
 
 class BucketShard:
@@ -346,20 +356,18 @@ class Bucket:
         self._start_s = 0.0
         self._marks = bytearray(len(self.parameters))
         self._views: list[Array] = []
-        start = 0
-        for place, parameter in enumerate(self.parameters):
-            end = start + parameter.size
-            view = flat[start:end].reshape(parameter.shape)
-            parameter.attach_grad(view, self._marks, place)
+        for number, (parameter, place) in enumerate(flat_places(self.parameters)):
+            view = flat[place].reshape(parameter.shape)
+            parameter.attach_grad(view, self._marks, number)
             self._views.append(view)
-            start = end
         # Another library looks after gradients of its own, too.
         self._foreign = [
             (parameter, view)
             for parameter, view in zip(self.parameters, self._views, strict=True)
             if type(parameter).zero_grad is not Parameter.zero_grad
         ]
-        self._pool: SlotPool | None = None
+        # Gives memory for one reduction; None while there is memory that stays.
+        self._empty: Callable[[], Array] | None = None
         self._reduction: PersistentCollective | None = group.all_reduce_init(
             flat, op, out=flat, label=self._label
         )
@@ -392,7 +400,8 @@ class Bucket:
             )
             self.hide()
             return
-        self._pool = pool
+        take = pool.take if shard.xp is np else shard.xp.empty
+        self._empty = partial(take, (self.size,), self.dtype)
         self._views.clear()
         self.flat = self._reduction = None
         for parameter in self.parameters:
@@ -400,7 +409,7 @@ class Bucket:
 
     def show(self) -> None:
         """Let the parameters' gradients be views of the memory, if it stays."""
-        if self._pool is not None:
+        if self._empty is not None:
             return
         for parameter, view in self._foreign:
             parameter.grad = view
@@ -416,7 +425,7 @@ class Bucket:
 
     def clear(self) -> None:
         """Let the gradients be 0; those that are not shown are forgotten."""
-        if self._pool is None and self._is_shown():
+        if self._empty is None and self._is_shown():
             for parameter, _ in self._foreign:
                 parameter.zero_grad()
             self._marks[:] = _ZEROS * len(self._marks)
@@ -430,10 +439,12 @@ class Bucket:
         if self._reduction is not None:
             self._write_zeros()
             self.handle = self._reduction.start()
-        elif self.shard is not None:
+        elif self.shard is not None and self._empty is not None:
+            self.flat = self._empty()
+            self._pack(self.flat)
             sizes, out = self.shard.sizes, self.shard.memory
             self.handle = self.group.reduce_scatter(
-                self._packed(), self._op, sizes=sizes, out=out, label=self._label
+                self.flat, self._op, sizes=sizes, out=out, label=self._label
             )
 
     def finish(self, tracer: Tracer) -> None:
@@ -460,23 +471,15 @@ class Bucket:
             if self.handle is not None:
                 self.handle.resolve()
         finally:
-            if self._pool is not None:
+            if self._empty is not None:
                 self.flat = None
 
-    def _packed(self) -> Array:
-        """Take memory, move the gradients into it, and let go of theirs."""
-        xp = np if self.shard is None else self.shard.xp
-        if self._pool is not None and xp is np:
-            self.flat = self._pool.take((self.size,), self.dtype)
-        else:
-            self.flat = xp.empty(self.size, self.dtype)
-        end = 0
-        for parameter in self.parameters:
-            begin, end = end, end + parameter.size
+    def _pack(self, flat: Array) -> None:
+        """Move the gradients into flat memory, and let go of theirs."""
+        for parameter, place in flat_places(self.parameters):
             gradient = parameter.grad
-            self.flat[begin:end] = 0 if gradient is None else gradient.reshape(-1)
+            flat[place] = 0 if gradient is None else gradient.reshape(-1)
             parameter.grad = None
-        return self.flat
 
     def _is_shown(self) -> bool:
         """Tell whether all gradients are views of the memory."""

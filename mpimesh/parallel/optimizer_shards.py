@@ -33,7 +33,7 @@ from mpimesh.layout.boxes import Box, local_box, slices, volume
 from mpimesh.mesh import Mesh
 from mpimesh.nn import Constant, Parameter
 from mpimesh.optim import Optimizer
-from mpimesh.parallel.bucket import Bucket, BucketShard
+from mpimesh.parallel.bucket import Bucket, BucketShard, flat_places, inside
 from mpimesh.runtime import CollectiveTensor, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
@@ -95,12 +95,10 @@ def layouts_of(buckets: Sequence[Bucket]) -> Layouts:
         if bucket.shard is None:
             continue
         mesh = _whole(bucket.group.size).mesh
-        edges = [0, *accumulate(bucket.shard.sizes)]
-        end = 0
-        for parameter in bucket.parameters:
-            begin, end = end, end + parameter.size
-            inside = [min(max(edge, begin), end) for edge in edges]
-            sizes = [stop - start for start, stop in pairwise(inside)]
+        parts = [slice(*edges) for edges in pairwise([0, *accumulate(bucket.shard.sizes)])]
+        for parameter, place in flat_places(bucket.parameters):
+            mine = [inside(place, part) for part in parts]
+            sizes = [one.stop - one.start for one in mine]
             layouts[id(parameter)] = bucket.group, Layout(mesh, [Shard.of_sizes(0, sizes)])
     return layouts
 

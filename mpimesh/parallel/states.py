@@ -19,7 +19,7 @@ from mpimesh.errors import MismatchError, ModuleError, MpimeshError, ShapeError
 from mpimesh.nn import Parameter
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.optim.optimizer import check_arrays, check_steps
-from mpimesh.parallel.bucket import STAGES, BucketShard
+from mpimesh.parallel.bucket import STAGES, BucketShard, flat_places, inside
 from mpimesh.parallel.buckets import GradientBuckets
 from mpimesh.parallel.optimizer_shards import Layouts, LentOptimizer, State, places_of
 from mpimesh.parallel.replicas import difference, digest
@@ -447,11 +447,9 @@ def _spans_of_values(engine: TrainingEngine) -> dict[int, tuple[FlatSpan, Bucket
     lots += [(shard.parameters, shard.written, shard) for shard in shards]
     spans: dict[int, tuple[FlatSpan, BucketShard | None]] = {}
     for parameters, part, shard in lots:
-        end = 0
-        for one in parameters:
-            begin, end = end, end + one.size
-            start, stop = (min(max(edge, begin), end) - begin for edge in (part.start, part.stop))
-            spans[id(one)] = FlatSpan(one.global_shape, one.box, start, stop), shard
+        for one, place in flat_places(parameters):
+            mine = inside(place, part)
+            spans[id(one)] = FlatSpan(one.global_shape, one.box, mine.start, mine.stop), shard
     return spans
 
 
