@@ -120,7 +120,7 @@ class Batch:
             kinds,
             (self.training, self.evaluating, self.everywhere, self.rows),
             (type(self.loss), str(self.denominator), type(self.optimizer)),
-            engine.accumulating,
+            engine.buckets.accumulating,
             engine.buckets.begun,
             engine.stages[0].is_training(),
             engine.loss_share,
@@ -220,7 +220,7 @@ class Batch:
             call = f"forward{' everywhere' if self.everywhere else ''}"
         else:
             how += f" by {engine.plans.name}, stages from {engine.first_trained} on trained"
-            if engine.accumulating:
+            if engine.buckets.accumulating:
                 how += " without reducing gradients"
             if engine.buckets.begun:
                 how += f", added to the gradients of {engine.buckets.begun} before"
@@ -379,7 +379,7 @@ class Batch:
                 f"set model.step = {done} to go on with that training, as what dropout draws goes "
                 "by it, or model.step = 0 to begin another"
             )
-        if engine.accumulating:
+        if engine.buckets.accumulating:
             raise ModuleError(
                 f"{who}: a step under no_sync leaves gradients that are not summed over the "
                 "replicas; give optimizer= to the last of the steps only"

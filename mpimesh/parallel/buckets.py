@@ -64,6 +64,11 @@ _OPEN = (
     "the step that reduces them first, or forget them by zero_grad()"
 )
 
+_INSIDE = (
+    "no_sync() is open, and is for the buckets that the model has: leave it before this, which "
+    "makes or divides buckets"
+)
+
 BUCKET_BYTES = 4 * 1024 * 1024
 """Large enough that an all-reduce runs at full speed, small enough that several overlap."""
 
@@ -149,6 +154,8 @@ class GradientBuckets:
         begun: Number of calls of :meth:`begin` since gradients were last reduced or forgotten.
         cycles: Number of cycles that these buckets have summed.
         sums: The number of the cycle whose sums are here; None while there are none to step by.
+        accumulating: Whether gradients are added up without being reduced: inside of
+            :meth:`no_sync`.
 
     Raises:
         ModuleError: If a parameter stands twice or is registered with other buckets, or `op` or
@@ -234,7 +241,7 @@ class GradientBuckets:
         self._pool = SlotPool(lambda nbytes: mesh.shared_empty(nbytes, np.uint8))
         self._backwards = 0
         self._announced = 0
-        self._accumulating = False
+        self.accumulating = False
 
     def _make_buckets(
         self, entries: Sequence[BucketEntry], bucket_bytes: int, plan: Plan | None
@@ -334,9 +341,10 @@ class GradientBuckets:
         """Return if no rank of `scope` has gradients that new buckets would drop. Collective.
 
         Raises:
-            ModuleStateError: On every rank, if any is adding up gradients.
+            ModuleStateError: On every rank, if any is adding up gradients, or is in `no_sync`.
         """
-        problem = ModuleStateError(_OPEN) if self.begun else None
+        why = _OPEN if self.begun else _INSIDE if self.accumulating else ""
+        problem = ModuleStateError(why) if why else None
         agree(scope, "new buckets", problem=problem)
 
     def tuned_plan(self, xp: ModuleType) -> tuple[Plan | None, BucketTuning | None]:
@@ -417,11 +425,11 @@ class GradientBuckets:
 
         Local, but to be done by all ranks alike.
         """
-        before, self._accumulating = self._accumulating, True
+        before, self.accumulating = self.accumulating, True
         try:
             yield
         finally:
-            self._accumulating = before
+            self.accumulating = before
 
     def submit(self, parameter: Parameter) -> None:
         """Note that something was added to the gradient of `parameter`.
@@ -466,7 +474,7 @@ class GradientBuckets:
 
         Nothing under :meth:`no_sync`.
         """
-        if not self._accumulating:
+        if not self.accumulating:
             self._line.start_all()
 
     def synchronize(self, *, strict: bool = False) -> None:
@@ -479,9 +487,9 @@ class GradientBuckets:
             MismatchError: With `strict`, on every rank, naming parameters and ranks.
             TransportError: If the transport failed.
         """
-        if self._accumulating:
+        if self.accumulating:
             return
-        self.start()
+        self._line.start_all()
         self._late.start_all()
         untouched = self.untouched() if strict else []
         self._line.finish()
@@ -512,8 +520,7 @@ class GradientBuckets:
                 all are made, on all ranks: a started collective cannot be taken back.
         """
         if started:
-            self._accumulating = False
-            self.start()
+            self._line.start_all()
         self._line.finish()
         self._clear()
         self._end()
@@ -558,13 +565,11 @@ class GradientBuckets:
             "ranks then, or make GradientBuckets of your own anew"
         )
 
-    @property
-    def _may_start(self) -> bool:
-        return self._overlap and not self._accumulating
-
     def _complete(self, entry: BucketEntry) -> None:
         bucket = entry.bucket
-        if bucket is not None and entry.completed_in != self._announced and self._may_start:
+        if bucket is None or not self._overlap or self.accumulating:
+            return
+        if entry.completed_in != self._announced:
             entry.completed_in = self._announced
             bucket.incomplete -= 1
             if not bucket.incomplete:

@@ -19,6 +19,7 @@ from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.replicas import live_mesh, no_dim
 from mpimesh.parallel.split_layers import tensor_groups
 from mpimesh.parallel.stage import PipelineStage
+from mpimesh.parallel.step import Step
 from mpimesh.parallel.training_engine import Options, TrainingEngine
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.trace import Tracer
@@ -166,7 +167,8 @@ class DataParallel(ParallelModel):
             BudgetError: On every rank, if any received more than :meth:`DeviceMesh.budget` allows.
         """
         loss = self._loss if loss is None else loss
-        return self._loss_of(
+        return Step(
+            self._engine,
             Batch(
                 training=True,
                 x=x,
@@ -175,8 +177,8 @@ class DataParallel(ParallelModel):
                 denominator=denominator,
                 optimizer=optimizer,
                 rows=rows,
-            )
-        )
+            ),
+        ).run()
 
     def evaluate(
         self,
@@ -205,7 +207,8 @@ class DataParallel(ParallelModel):
             ModuleError: On every rank, if there is no loss.
             StageError: On every rank, if any failed.
         """
-        return self._loss_of(
+        return Step(
+            self._engine,
             Batch(
                 training=False,
                 evaluating=True,
@@ -214,8 +217,8 @@ class DataParallel(ParallelModel):
                 loss=self._loss if loss is None else loss,
                 denominator=denominator,
                 rows=rows,
-            )
-        )
+            ),
+        ).run()
 
     def forward(self, x: Tree, *, rows: Rows = "whole") -> Tree:
         """Compute the outputs of a batch, each rank those of its rows.

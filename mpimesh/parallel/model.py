@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from mpimesh.dtensor import DTensor
 from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError, tell_elsewhere
 from mpimesh.layout import Layout, Shard
 from mpimesh.nn import Parameter
-from mpimesh.nn.losses import LossValue
 from mpimesh.nn.parameter import check_shape, check_state, check_values
 from mpimesh.nn.protocol import set_training
 from mpimesh.optim import clip_grad_norm as clip_local
@@ -145,7 +145,7 @@ def agreed_squares(
     return squares
 
 
-class ParallelModel:
+class ParallelModel(ABC):
     """A model that several ranks train as one.
 
     Parameters have the names that they have in one :class:`~mpimesh.nn.Sequential` of all
@@ -156,8 +156,9 @@ class ParallelModel:
 
     # -- collective ------------------------------------------------------------------------
 
-    def _loss_of(self, batch: Batch) -> float:
-        return LossValue(Step(self._engine, batch).run())
+    @abstractmethod
+    def train_step(self, *batch: Any, **options: Any) -> float:
+        """Compute loss and gradients of a batch. Collective."""
 
     def _forward(
         self,
@@ -410,7 +411,7 @@ class ParallelModel:
         For all but the last of several steps whose gradients belong together; on all ranks alike.
         """
         self._engine.check_ready()
-        return self._engine.no_sync()
+        return self._engine.buckets.no_sync()
 
     def parameters(self) -> list[Parameter]:
         """Return the parameters that live on this rank, in the order of the layers."""

@@ -22,7 +22,7 @@ from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.plans import ScheduleLike
 from mpimesh.parallel.replicas import group_along, live_mesh
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.step import END_OF_STEP, GRADIENTS
+from mpimesh.parallel.step import END_OF_STEP, GRADIENTS, Step
 from mpimesh.parallel.training_engine import Options, TrainingEngine
 from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.agreement import agree
@@ -315,7 +315,8 @@ class PipelineParallel(ParallelModel):
             rows one more, of 64 bytes and 16 for each named input for each replica. With
             ``MPIMESH_CHECKS`` on, each rank also reads its batch as a whole.
         """
-        return self._loss_of(
+        return Step(
+            self._engine,
             Batch(
                 training=True,
                 x=x,
@@ -325,8 +326,8 @@ class PipelineParallel(ParallelModel):
                 denominator=denominator,
                 optimizer=optimizer,
                 rows=rows,
-            )
-        )
+            ),
+        ).run()
 
     def evaluate(
         self,
@@ -372,7 +373,8 @@ class PipelineParallel(ParallelModel):
         Example:
             >>> held_out = pipe.evaluate(x, target, loss=nn.cross_entropy)
         """
-        return self._loss_of(
+        return Step(
+            self._engine,
             Batch(
                 training=False,
                 evaluating=True,
@@ -382,8 +384,8 @@ class PipelineParallel(ParallelModel):
                 loss=loss,
                 denominator=denominator,
                 rows=rows,
-            )
-        )
+            ),
+        ).run()
 
     def forward(
         self,

@@ -35,6 +35,7 @@ from mpimesh.arrays import Array
 from mpimesh.comm import RecvRequest, Request
 from mpimesh.comm.requests import Condition
 from mpimesh.errors import MpimeshError, ShapeError, StageError, StageShapeError, on_all_ranks
+from mpimesh.nn.losses import LossValue
 from mpimesh.parallel.batch import Batch
 from mpimesh.parallel.header import Facts, Size, disagreement
 from mpimesh.parallel.microbatch import Tree, flatten, replica_rows, tree_map
@@ -266,7 +267,7 @@ class Step:
         self.task = NO_TASK
         self.outputs: list[Tree] = []
 
-    def run(self) -> float:
+    def run(self) -> LossValue:
         """Do the step and return its loss, 0 if it has none. Collective over the engine's scope.
 
         Raises:
@@ -284,7 +285,7 @@ class Step:
                 self._batch.optimizer.step()
         # By what came when the ranks had agreed already that the step went well.
         self._over_budget.check()
-        return loss
+        return LossValue(loss)
 
     def _run(self) -> float:
         """Do all of the step but the optimizer's."""

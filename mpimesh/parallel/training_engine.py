@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -211,7 +210,6 @@ class TrainingEngine:
         self.is_step_known = False
         self.first_values = True
         self.first_forward = True
-        self.accumulating = False
         self.loss_share = 1.0
         self.adder: ReferenceType[object] | None = None
         self.added_by: ReferenceType[object] | None = None
@@ -478,16 +476,6 @@ class TrainingEngine:
         )
 
     # -- between steps ----------------------------------------------------------------------
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Add up gradients without reducing them. Local, to be done on all ranks alike."""
-        before, self.accumulating = self.accumulating, True
-        try:
-            with self.buckets.no_sync():
-                yield
-        finally:
-            self.accumulating = before
 
     def shard(self, stage: object, mesh: object, hybrid: object) -> None:
         """Divide the model among its replicas, before it has an optimizer. Collective.

@@ -18,9 +18,8 @@ from mpimesh.errors import MeshError, MismatchError, ModuleError, ModuleStateErr
 from mpimesh.nn.losses import LossValue
 from mpimesh.parallel.batch import SupportsStep
 from mpimesh.parallel.buckets import GROUP
-from mpimesh.parallel.data_parallel import DataParallel
 from mpimesh.parallel.microbatch import Tree
-from mpimesh.parallel.pipeline import PipelineParallel
+from mpimesh.parallel.model import ParallelModel
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
@@ -55,13 +54,13 @@ class Accumulation:
 
     def __init__(
         self,
-        model: DataParallel | PipelineParallel,
+        model: ParallelModel,
         steps: int,
         *,
         optimizer: SupportsStep,
         max_norm: float | None = None,
     ) -> None:
-        if not isinstance(model, DataParallel | PipelineParallel):
+        if not isinstance(model, ParallelModel):
             raise ModuleError(
                 f"model must be a DataParallel or a PipelineParallel, got {shown(model)}"
             )
@@ -107,7 +106,7 @@ class Accumulation:
         """
         engine, model = self._engine, self._model
         engine.check_ready()
-        if engine.accumulating:
+        if engine.buckets.accumulating:
             raise ModuleStateError(
                 f"rank {engine.mesh.rank}: an Accumulation chooses by itself which of its steps "
                 "reduce gradients: call its train_step() outside of no_sync()"

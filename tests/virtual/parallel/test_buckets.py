@@ -365,6 +365,23 @@ def test_cancel_meets_ranks_that_had_started():
     on_ranks(2, body)
 
 
+def test_cancel_does_not_end_no_sync():
+    def body(mesh):
+        parameters = make_parameters([(3,), (2,)])
+        buckets = GradientBuckets(parameters, mesh.group("dp"), mesh=mesh)
+        with buckets.no_sync():
+            for cycle in range(2):
+                buckets.begin()
+                for parameter in parameters:
+                    parameter.accumulate(np.full(parameter.shape, 1.0 + mesh.rank))
+                if not cycle:
+                    buckets.cancel(started=True)  # as on a rank that was not under no_sync
+            buckets.synchronize()
+            assert all(np.all(parameter.grad == 1 + mesh.rank) for parameter in parameters)
+
+    on_ranks(2, body)
+
+
 @pytest.mark.parametrize("difference", ["shape", "dtype", "name", "count", "bucket_bytes"])
 def test_ranks_that_differ_are_told_where(difference):
     def body(mesh):

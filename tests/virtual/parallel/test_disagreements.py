@@ -454,6 +454,26 @@ def test_new_buckets_do_not_drop_gradients_that_are_kept(call):
         assert norms[0] == norms[1]
 
 
+@pytest.mark.parametrize("call", ["rebuild_buckets", "tune_buckets"])
+def test_new_buckets_are_made_outside_of_no_sync(call):
+    """The steps after them, under no_sync, reduced gradients."""
+
+    def body(mesh):
+        model, _, train = make(mesh)
+        train()
+        with model.no_sync():
+            with raises(ModuleStateError, "no_sync()", "leave it"):
+                getattr(model, call)()
+            train()
+            assert model.buckets.begun == 1
+        train()
+        getattr(model, call)()
+        train()
+        model.check_replicas()
+
+    on_ranks("dp=2", body)
+
+
 @pytest.mark.parametrize("dims", ["dp=2", "dp=2,tp=2"])
 def test_sequences_of_no_tokens(dims):
     """The backward of learned positions asked NumPy to divide 0 elements by 0."""
