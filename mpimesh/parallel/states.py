@@ -7,8 +7,7 @@ it, and where the ranks of a node see values in one memory, each has those that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import count as count_up, takewhile
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,9 @@ from mpimesh.runtime.call import Call
 from mpimesh.store.modules import (
     OPTIMIZER,
     STEP,
+    STORED,
     FlatSpan,
+    StateNames,
     check_names,
     parameter_target,
     state_parts,
@@ -52,7 +53,8 @@ __all__ = [
     "why_no_step",
 ]
 
-_PARAMS = "params/"
+_FLAT = StateNames("/", "params/")
+"""The names in a flat state: ``params/NAME/mean`` of a parameter, ``lr`` of the optimizer."""
 
 
 def full_state(
@@ -74,11 +76,11 @@ def full_state(
         Two broadcasts for each array, over the stages; and an all-gather of what is split.
     """
     flat: dict[str, Any] = {"step": engine.step}
-    prefixes = [""] if single else [f"{number}/" for number in range(len(lent))]
-    for prefix, state in zip(prefixes, states, strict=True):
-        for name, value in state.items():
-            if name != "params":
-                flat[prefix + name] = np.array(value) if isinstance(value, tuple) else value
+    names = _names_of(lent, _FLAT, single=single)
+    for own_names, state in zip(names, states, strict=True):
+        for key, value in state.items():
+            if key != "params":
+                flat[own_names.of(key)] = np.array(value) if isinstance(value, tuple) else value
     places = places_of(lent)
     mine: dict[str, Mapping[str, Any]] = {}
     facts: dict[str, tuple[int, int, list[str]]] = {}
@@ -93,12 +95,19 @@ def full_state(
         if name not in described:
             continue
         number, steps, arrays = described[name]
-        key = f"{prefixes[number]}{_PARAMS}{name}"
-        flat[f"{key}/steps"] = steps
+        flat[names[number].of("steps", name)] = steps
         for array in arrays:
             part = engine.tensor.whole(parameter, mine[name][array]) if name in mine else None
-            flat[f"{key}/{array}"] = engine.everywhere(part, f"{array} of {name}")
+            whole = engine.everywhere(part, f"{array} of {name}")
+            flat[names[number].of(array, name)] = whole
     return flat
+
+
+def _names_of(
+    lent: Sequence[LentOptimizer], names: StateNames, *, single: bool
+) -> list[StateNames]:
+    """Return the names of each optimizer's state, which begin with numbers if there is a list."""
+    return [names] if single else [*map(names.numbered, range(len(lent)))]
 
 
 def nested_states(state: Any, count: int) -> tuple[list[Any], int | None]:
@@ -116,10 +125,9 @@ def nested_states(state: Any, count: int) -> tuple[list[Any], int | None]:
         for key, value in flat_values.items():  # np.load gives arrays for numbers and texts, too
             if isinstance(value, np.ndarray) and not value.shape:
                 flat_values[key] = value.item()
-        prefixes = _prefixes(flat_values, "/")
-        states: list[Any] = [_nested(flat_values, prefix) for prefix in prefixes or [""]]
-        if prefixes and "step" in flat_values:
-            states[0]["step"] = flat_values["step"]
+        states: list[Any] = [_nested(flat_values, one) for one in _FLAT.found_in(flat_values)]
+        if STEP in flat_values:
+            states[0][STEP] = flat_values[STEP]
     elif isinstance(state, Mapping):
         states = [state]
     elif isinstance(state, Sequence) and not isinstance(state, str | bytes):
@@ -139,18 +147,17 @@ def nested_states(state: Any, count: int) -> tuple[list[Any], int | None]:
     ], step
 
 
-def _nested(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _nested(flat: Mapping[str, Any], names: StateNames) -> dict[str, Any]:
     """Return the state of one optimizer out of a flat one."""
     state: dict[str, Any] = {"params": {}}
-    for key, value in flat.items():
-        if not key.startswith(prefix):
+    for name, value in flat.items():
+        if not name.startswith(names.prefix):
             continue
-        own = key.removeprefix(prefix)
-        if own.startswith(_PARAMS):
-            name, _, what = own.removeprefix(_PARAMS).rpartition("/")
-            state["params"].setdefault(name, {})[what] = value
+        parameter, key = names.split(name)
+        if parameter:
+            state["params"].setdefault(parameter, {})[key] = value
         else:
-            state[own] = tuple(value.tolist()) if isinstance(value, np.ndarray) else value
+            state[key] = tuple(value.tolist()) if isinstance(value, np.ndarray) else value
     return state
 
 
@@ -488,10 +495,10 @@ def optimizers_parts(
     found: dict[str, Parts | Value] = {STEP: engine.step}
     if scaler is not None:
         found |= {f"{_SCALER}{key}": value for key, value in scaler.state_dict().items()}
-    for number, (each, state) in enumerate(zip(lent, states, strict=True)):
-        prefix = "" if single else f"{number}."
+    every = _names_of(lent, STORED, single=single)
+    for names, each, state in zip(every, lent, states, strict=True):
         own = state_parts(state, _spans_of_state(engine, each, layouts))
-        found |= {f"{prefix}{key}": value for key, value in own.items()}
+        found |= {names.prefix + key: value for key, value in own.items()}
     return found
 
 
@@ -521,7 +528,7 @@ def optimizers_target(
     Raises:
         MpimeshError: If what is saved does not fit.
     """
-    prefixes = _prefixes(saved, ".") or [""]
+    prefixes = [names.prefix for names in STORED.found_in(saved)]
     if len(prefixes) != len(lent):
         raise ModuleError(f"the state is of {len(prefixes)} optimizers, and there are {len(lent)}")
     scaling = {f"{_SCALER}{key}" for key in LossScaler().state_dict()} & saved.keys()
@@ -538,7 +545,7 @@ def optimizers_target(
         names = known - ({*here.values()} - mine)
         numbers = {OPTIMIZER, *each.optimizer.numbers}
         unknown |= {
-            f"{prefix}{key}" for key in own.keys() - numbers if key.rpartition(".")[0] not in names
+            f"{prefix}{key}" for key in own.keys() - numbers if STORED.split(key)[0] not in names
         }
         new, arrays = state_target(
             each.optimizer, spans, own, strict=strict, current=state, xp=engine.xp
@@ -547,13 +554,6 @@ def optimizers_target(
         wanted |= {f"{prefix}{key}": parts for key, parts in arrays.items()}
     check_names("the state of an optimizer", (), unknown, strict=strict)
     return wanted, found, {key.removeprefix(_SCALER): saved[key] for key in scaling}
-
-
-def _prefixes(saved: Iterable[str], separator: str) -> list[str]:
-    """Return how the names of each optimizer begin, where there are several."""
-    names = {*saved}
-    numbered = (f"{number}{separator}" for number in count_up())
-    return [*takewhile(lambda prefix: f"{prefix}{OPTIMIZER}" in names, numbered)]
 
 
 def _spans_of_state(

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count as count_up, takewhile
 from types import ModuleType
 from typing import Any
 
@@ -32,7 +33,9 @@ from mpimesh.store.parts import Parts, Saved, Value
 __all__ = [
     "OPTIMIZER",
     "STEP",
+    "STORED",
     "FlatSpan",
+    "StateNames",
     "check_names",
     "has_names",
     "module_parts",
@@ -53,6 +56,45 @@ OPTIMIZER, STEP = "optimizer", "step"
 
 Wanted = tuple[Mapping[str, Parts], Callable[[], None]]
 """The result of `Storable._restored_parts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateNames:
+    """The names that the state of an optimizer has in a flat dict.
+
+    Attributes:
+        separator: Stands between the parts of a name.
+        head: The beginning of the names of what belongs to a parameter.
+        prefix: The beginning of all names of one optimizer, where there are several.
+    """
+
+    separator: str
+    head: str = ""
+    prefix: str = ""
+
+    def of(self, key: str, parameter: str = "") -> str:
+        """Return the name of an entry in the state of a parameter, or of the optimizer itself."""
+        inner = f"{self.head}{parameter}{self.separator}{key}" if parameter else key
+        return self.prefix + inner
+
+    def split(self, name: str) -> tuple[str, str]:
+        """Return the parameter that a name is of, empty if of none, and the entry in its state."""
+        inner = name.removeprefix(self.prefix)
+        parameter, _, key = inner.removeprefix(self.head).rpartition(self.separator)
+        return (parameter, key) if parameter and inner.startswith(self.head) else ("", inner)
+
+    def numbered(self, number: int) -> StateNames:
+        """Return the names of one of several optimizers."""
+        return replace(self, prefix=f"{number}{self.separator}")
+
+    def found_in(self, names: Collection[str]) -> list[StateNames]:
+        """Return those of each optimizer whose state has these names."""
+        several = map(self.numbered, count_up())
+        return [*takewhile(lambda one: one.of(OPTIMIZER) in names, several)] or [self]
+
+
+STORED = StateNames(".")
+"""The names in a checkpoint: ``NAME.mean`` of a parameter, ``lr`` of the optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +278,7 @@ def restored_optimizer(
     check_names(
         f"a state of {type(optimizer).__name__}",
         (),
-        (key for key in saved if key.rpartition(".")[0] in foreign),
+        (key for key in saved if STORED.split(key)[0] in foreign),
         strict=strict,
     )
     state, wanted = state_target(
@@ -288,7 +330,7 @@ def state_parts(
     found: dict[str, Parts | Value] = {key: state[key] for key in state if key != "params"}
     for (name, _, span), own in zip(spans, state["params"], strict=True):
         found |= {
-            f"{name}.{key}": int(value) if key == "steps" else span.parts(value)
+            STORED.of(key, name): int(value) if key == "steps" else span.parts(value)
             for key, value in own.items()
         }
     return found
@@ -320,7 +362,7 @@ def state_target(
     """
     kind = type(optimizer).__name__
     numbers = (OPTIMIZER, *optimizer.numbers)
-    missing = {*numbers, *(f"{name}.steps" for name, _, _ in spans)} - saved.keys()
+    missing = {*numbers, *(STORED.of("steps", name) for name, _, _ in spans)} - saved.keys()
     if strict and missing:
         raise ModuleError(
             f"the state of {kind} lacks {sorted(missing)}: save and load the same parameters and "
@@ -328,7 +370,7 @@ def state_target(
         )
     by_name: dict[str, dict[str, Any]] = {}
     for key, value in saved.items():
-        name, _, inner = key.rpartition(".")
+        name, inner = STORED.split(key)
         by_name.setdefault(name, {})[inner] = value
     params: list[dict[str, Any]] = []
     for (name, parameter, _), own in zip(spans, current["params"], strict=True):
@@ -361,10 +403,10 @@ def state_target(
         for key in [key for key, value in entry.items() if isinstance(value, Saved)]:
             if entry["steps"] and key in names and (key != MASTER or dtype != parameter.dtype):
                 entry[key] = xp.empty(span.extent, dtype)
-                wanted[f"{name}.{key}"] = span.parts(entry[key])
+                wanted[STORED.of(key, name)] = span.parts(entry[key])
             else:
                 del entry[key]
-                unknown += [] if key in names else [f"{name}.{key}"]
+                unknown += [] if key in names else [STORED.of(key, name)]
     check_names(f"a state of {kind}", (), unknown, strict=strict)
     return {**state, "params": params}, wanted
 
@@ -502,7 +544,8 @@ def torch_optimizer_parts(optimizer: Any, names: Mapping[int, str]) -> dict[str,
             for key, value in optimizer.state.get(one, {}).items():
                 entry = _as_tree(value, torch)
                 is_array = isinstance(entry, np.ndarray)
-                parts[f"{names[id(one)]}.{key}"] = Parts.all_of(entry) if is_array else entry
+                name = STORED.of(key, names[id(one)])
+                parts[name] = Parts.all_of(entry) if is_array else entry
     return parts
 
 
