@@ -34,6 +34,7 @@ __all__ = [
     "is_half",
     "refuse_masked",
     "refuse_objects",
+    "sum_dtype",
     "wire_dtype",
 ]
 
@@ -115,6 +116,11 @@ def is_half(dtype: DType) -> bool:
         return dtype.itemsize < 4
     # ml_dtypes registers its types as kind "V" with a scalar class of its own.
     return dtype.type.__module__ == "ml_dtypes" and "float" in dtype.name
+
+
+def sum_dtype(dtype: DType) -> DType:
+    """Return the dtype in which elements are added up: float32 for smaller floats."""
+    return np.dtype(np.float32) if is_half(dtype) else dtype
 
 
 def wire_dtype(dtype: DType, op: ReduceOp) -> DType:

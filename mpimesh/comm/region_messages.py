@@ -25,9 +25,10 @@ from itertools import accumulate, islice
 import numpy as np
 
 from mpimesh.arrays import ArrayPool
+from mpimesh.arrays.dtypes import sum_dtype
 from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.comm.engine import Steps
-from mpimesh.comm.regions import FUNCTIONS, Blocks, piece_work, pieces_of, raw_dtype, sum_dtype
+from mpimesh.comm.regions import FUNCTIONS, Blocks, piece_work, pieces_of, raw_dtype
 from mpimesh.comm.requests import MAX_USER_TAG, Condition, Messages, Request, all_done
 from mpimesh.errors import MismatchError
 from mpimesh.layout.boxes import (

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 
 from mpimesh.arrays import ReduceOp, refuse_objects, wire_dtype
-from mpimesh.arrays.dtypes import is_half
+from mpimesh.arrays.dtypes import sum_dtype
 from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.errors import DTypeError, MismatchError, RankError, ShapeError
 from mpimesh.layout.boxes import (
@@ -50,7 +50,6 @@ __all__ = [
     "piece_work",
     "pieces_of",
     "raw_dtype",
-    "sum_dtype",
 ]
 
 FUNCTIONS: dict[str, Callable[..., HostArray]] = {
@@ -211,11 +210,6 @@ def raw_dtype(dtype: DType) -> DType:
 
 
 _WORDS: dict[int, DType] = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-
-
-def sum_dtype(dtype: DType) -> DType:
-    """Return the dtype in which elements are reduced: float32 for smaller floats."""
-    return np.dtype(np.float32) if is_half(dtype) else dtype
 
 
 # -- local work ------------------------------------------------------------------------

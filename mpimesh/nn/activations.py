@@ -31,10 +31,11 @@ from typing import Any, Literal
 import numpy as np
 
 from mpimesh.arguments import shown
+from mpimesh.arrays.dtypes import sum_dtype
 from mpimesh.arrays.namespace import Array, Formula, fused, is_cupy, namespace, zeros_where_not
 from mpimesh.errors import ModuleError
 from mpimesh.nn.module import Module
-from mpimesh.nn.protocol import Context, check_floats, sum_dtype
+from mpimesh.nn.protocol import Context, check_floats
 
 __all__ = ["GELU", "ReLU", "SiLU", "Tanh", "erf", "sigmoid", "silu_slope"]
 

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arguments import as_flag
+from mpimesh.arrays.dtypes import sum_dtype
 from mpimesh.arrays.namespace import Array, Formula, fused, is_cupy, namespace
 from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.layout.boxes import even_sizes
@@ -34,7 +35,7 @@ from mpimesh.nn import protocol
 from mpimesh.nn.dropout import WeightDropout, check_share, key_at
 from mpimesh.nn.embedding import RotaryEmbedding
 from mpimesh.nn.linear import Linear, SplitLayer
-from mpimesh.nn.protocol import Context, check_extent, check_mask, check_sequence, parted, sum_dtype
+from mpimesh.nn.protocol import Context, check_extent, check_mask, check_sequence, parted
 from mpimesh.nn.split import AxisRun, RankGroup, SequenceSplit, Split, SplitRanks
 
 __all__ = ["Attention", "BlockAttention", "ParallelAttention", "head_runs"]

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeGuard
 import numpy as np
 
 from mpimesh.arrays import DTypeLike
+from mpimesh.arrays.dtypes import sum_dtype
 from mpimesh.arrays.namespace import Array, DType, namespace
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn import protocol
@@ -25,7 +26,6 @@ from mpimesh.nn.protocol import (
     is_layer,
     layer_advice,
     parted,
-    sum_dtype,
 )
 
 __all__ = ["Add", "Checkpoint", "Concat", "MeanPool", "Sequential", "is_plain"]

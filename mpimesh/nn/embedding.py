@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_real, shape_of
+from mpimesh.arrays.dtypes import sum_dtype
 from mpimesh.arrays.namespace import Array, DType, is_cupy, namespace
 from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.nn.dropout import Dropout, check_share
@@ -26,7 +27,6 @@ from mpimesh.nn.protocol import (
     first_outside,
     joined,
     parted,
-    sum_dtype,
 )
 from mpimesh.nn.split import RankGroup, SequenceSplit, Split
 

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 from mpimesh.arguments import as_flag, shown
+from mpimesh.arrays.dtypes import sum_dtype
 from mpimesh.arrays.namespace import Array, namespace
 from mpimesh.errors import LayoutError, ModuleError, ShapeError
 from mpimesh.layout import Placement, PlacementLike, Shard
@@ -24,7 +25,6 @@ from mpimesh.nn.protocol import (
     check_floats,
     joined,
     parted,
-    sum_dtype,
 )
 from mpimesh.nn.split import AxisRun, RankGroup, SequenceSplit, Split, SplitRanks
 

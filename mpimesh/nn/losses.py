@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from mpimesh.arguments import as_int, as_real, shown
-from mpimesh.arrays.dtypes import is_half
+from mpimesh.arrays.dtypes import is_half, sum_dtype
 from mpimesh.arrays.namespace import Array, namespace
 from mpimesh.errors import DTypeError, ModuleError, ShapeError, tell_elsewhere
 from mpimesh.nn.protocol import (
@@ -25,7 +25,6 @@ from mpimesh.nn.protocol import (
     check_extent,
     check_floats,
     first_outside,
-    sum_dtype,
     tensor_advice,
 )
 from mpimesh.nn.split import RankGroup, SplitRanks

@@ -6,12 +6,13 @@ from types import ModuleType
 from typing import Any
 
 from mpimesh.arguments import as_real
+from mpimesh.arrays.dtypes import sum_dtype
 from mpimesh.arrays.namespace import Array, Formula, fused, is_cupy, namespace
 from mpimesh.errors import ModuleError
 from mpimesh.nn.initializers import Constant
 from mpimesh.nn.module import Module
 from mpimesh.nn.parameter import Parameter
-from mpimesh.nn.protocol import Context, check_extent, check_features, check_floats, sum_dtype
+from mpimesh.nn.protocol import Context, check_extent, check_features, check_floats
 
 __all__ = ["LayerNorm", "Normalize", "RMSNorm"]
 

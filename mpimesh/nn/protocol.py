@@ -69,7 +69,6 @@ __all__ = [
     "set_part",
     "set_place",
     "set_training",
-    "sum_dtype",
     "tensor_advice",
 ]
 
@@ -434,7 +433,7 @@ def set_training(layer: SupportsLayer, training: bool) -> None:
         method(training)
 
 
-# -- checks of arguments, and the dtype in which layers add up -------------------------------------
+# -- checks of arguments ---------------------------------------------------------------------------
 
 
 def check_context(layer: object, ctx: object) -> None:
@@ -513,11 +512,6 @@ def first_outside(values: Array, wrong: Array) -> str:
     flat = int(wrong.reshape(-1).argmax())
     place = tuple(int(i) for i in np.unravel_index(flat, values.shape))
     return f"{int(values.reshape(-1)[flat])} at {place}"
-
-
-def sum_dtype(dtype: DType) -> DType:
-    """Return the dtype in which values of `dtype` are added up: float32 at least."""
-    return np.dtype(np.float32) if dtype.itemsize < 4 else np.dtype(dtype)
 
 
 def parted(

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from typing import Any, Literal
 
 from mpimesh.arguments import shown
+from mpimesh.arrays.dtypes import sum_dtype
 from mpimesh.arrays.namespace import Array, namespace
 from mpimesh.errors import ModuleError
 from mpimesh.nn import protocol
@@ -16,7 +17,7 @@ from mpimesh.nn.embedding import RotaryEmbedding
 from mpimesh.nn.linear import Linear, SplitLayer
 from mpimesh.nn.module import Composite
 from mpimesh.nn.norms import LayerNorm, RMSNorm
-from mpimesh.nn.protocol import Context, check_extent, check_sequence, joined, parted, sum_dtype
+from mpimesh.nn.protocol import Context, check_extent, check_sequence, joined, parted
 from mpimesh.nn.split import RankGroup, SequenceSplit, Split
 
 __all__ = [

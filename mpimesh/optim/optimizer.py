@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, as_real
+from mpimesh.arrays.dtypes import sum_dtype
 from mpimesh.arrays.namespace import Array, DType, fused, is_cupy, namespace, to_numpy
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError, tell_elsewhere
 from mpimesh.nn.parameter import Parameter, as_parameters
@@ -42,7 +43,6 @@ __all__ = [
     "check_arrays",
     "check_number",
     "check_steps",
-    "state_dtype",
 ]
 
 _BLOCK_ELEMENTS = 1 << 16
@@ -322,7 +322,7 @@ class Optimizer(ABC):
     def _new_slot(self, parameter: Parameter) -> _Slot:
         data = parameter.value()
         zeros = namespace(data).zeros
-        dtype = state_dtype(data.dtype)
+        dtype = sum_dtype(data.dtype)
         arrays = {name: zeros(data.shape, dtype) for name in self._state_names()}
         if dtype != data.dtype:
             arrays[MASTER] = data.astype(dtype)
@@ -340,7 +340,7 @@ class Optimizer(ABC):
         master = slot.arrays[MASTER].reshape(-1) if MASTER in slot.arrays else None
         # A device has no use for blocks: each would cost its own launches.
         length = min(flat.size, _BLOCK_ELEMENTS) if xp is np else flat.size
-        dtype = state_dtype(data.dtype)
+        dtype = sum_dtype(data.dtype)
         scratch = self._scratch.get((xp, dtype))
         if scratch is None or scratch.shape[1] < length:
             # Two more rows for the values and the gradient in another dtype or multiplied.
@@ -397,11 +397,6 @@ def _checked_answer(answer: object, parameter: Parameter) -> bool:
 def check_number(name: str, value: float, *, below: float = math.inf) -> float:
     """Return `value` as a float of Python in ``[0, below)``; ModuleError if it is none."""
     return as_real(value, name, ModuleError, least=0, below=below)
-
-
-def state_dtype(dtype: DType) -> DType:
-    """Return the dtype of the state of parameters of `dtype`, in which they are changed."""
-    return np.dtype(np.float32) if dtype.itemsize < 4 else np.dtype(dtype)
 
 
 # -- checks of a state, done before anything of it is taken over ----------------------------------

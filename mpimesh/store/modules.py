@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import Array, HostArray, namespace
-from mpimesh.arrays.dtypes import is_half
+from mpimesh.arrays.dtypes import is_half, sum_dtype
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.layout.boxes import Box, extent, flat_fragments, global_box, volume
 from mpimesh.nn import Module, Parameter
 from mpimesh.optim import Optimizer
-from mpimesh.optim.optimizer import MASTER, check_steps, state_dtype
+from mpimesh.optim.optimizer import MASTER, check_steps
 from mpimesh.store.format import narrow_dtype
 from mpimesh.store.parts import Parts, Saved, Value
 
@@ -399,7 +399,7 @@ def state_target(
     names = {*optimizer.state_names(checked), MASTER}
     unknown: list[str] = []
     for (name, parameter, span), entry in zip(spans, params, strict=True):
-        dtype = state_dtype(parameter.value().dtype if parameter.dtype is None else parameter.dtype)
+        dtype = sum_dtype(parameter.value().dtype if parameter.dtype is None else parameter.dtype)
         for key in [key for key, value in entry.items() if isinstance(value, Saved)]:
             if entry["steps"] and key in names and (key != MASTER or dtype != parameter.dtype):
                 entry[key] = xp.empty(span.extent, dtype)
