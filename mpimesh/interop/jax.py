@@ -2,7 +2,7 @@
 
 ::
 
-    from mpimesh.interop.wrapped import jax as mj
+    from mpimesh.interop import jax as mj
 
     def dense(params, x):
         return jax.nn.relu(x @ params["w"] + params["b"])
@@ -46,7 +46,6 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import Array, HostArray
-from mpimesh.arrays.dtypes import is_half
 from mpimesh.arrays.random_bits import key_of
 from mpimesh.errors import (
     DTypeError,
@@ -56,6 +55,7 @@ from mpimesh.errors import (
 )
 from mpimesh.interop.wrapped import WrappedLoss, gradients_like, host_array
 from mpimesh.nn import Constant, Context, Module, Parameter
+from mpimesh.nn.protocol import has_gradient
 from mpimesh.parallel.microbatch import Tree, flatten, tree_map
 
 __all__ = ["JaxLayer", "JaxLoss", "wrap", "wrap_loss"]
@@ -218,18 +218,12 @@ class JaxLayer(Module):
         return f"JaxLayer({getattr(self.function, '__name__', type(self.function).__name__)})"
 
 
-def has_gradient(leaf: Any) -> bool:
-    """Tell whether an array has a gradient: its dtype is floating."""
-    dtype = np.dtype(leaf.dtype)
-    return dtype.kind in "fc" or is_half(dtype)
-
-
 def _leaf(name: str, leaf: Any) -> tuple[str, Any]:
     """Return a parameter for an array that has a gradient, else the array."""
     if isinstance(leaf, Parameter):
         return name, leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        if not has_gradient(leaf) or leaf.dtype.kind == "c":
+        if not has_gradient(leaf.dtype) or leaf.dtype.kind == "c":
             raise ModuleError(
                 f"parameter {name!r} is made by a function and must be of a float dtype, got "
                 f"{leaf.dtype}"
@@ -238,7 +232,7 @@ def _leaf(name: str, leaf: Any) -> tuple[str, Any]:
     array = np.array(leaf, order="C")
     # As JAX would hold it: without 64 bits in them it would turn it into that in each step.
     array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-    if not has_gradient(array):
+    if not has_gradient(array.dtype):
         return name, array
     if array.dtype.kind == "c":
         raise DTypeError(f"parameter {name!r} must be of a real dtype, got {array.dtype}")
@@ -266,7 +260,7 @@ def _key(words: Any) -> Any:
 
 
 def _cotangent(output: Any, gradient: Any) -> Any:
-    if not has_gradient(output):
+    if not has_gradient(output.dtype):
         return np.zeros(output.shape, jax.dtypes.float0)
     if gradient is None:
         return jax.numpy.zeros_like(output)
@@ -344,9 +338,9 @@ class JaxLoss(WrappedLoss):
         leaves, structure = flatten(_host(y), name="the output")
         share = self.count(target) / denominator
         if not share or not leaves[0].shape[0]:
-            none = [np.zeros_like(leaf) if has_gradient(leaf) else None for leaf in leaves]
+            none = [np.zeros_like(leaf) if has_gradient(leaf.dtype) else None for leaf in leaves]
             return 0.0, structure.unflatten(none)
-        real = {place: leaf for place, leaf in enumerate(leaves) if has_gradient(leaf)}
+        real = {place: leaf for place, leaf in enumerate(leaves) if has_gradient(leaf.dtype)}
         rest = {place: leaf for place, leaf in enumerate(leaves) if place not in real}
         # A tree of zeros tells how `y` is put together.
         form = structure.unflatten([0] * len(leaves))

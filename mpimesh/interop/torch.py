@@ -3,7 +3,7 @@
 ::
 
     import mpimesh as mm
-    from mpimesh.interop.wrapped import torch as mt
+    from mpimesh.interop import torch as mt
 
     layers = mt.wrap_each(torch.nn.Sequential(...))   # or mt.wrap(module), one by one
     stages = [mm.PipelineStage(0).add_layer(layers[0]), ...]

@@ -38,6 +38,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkab
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_int
+from mpimesh.arrays.dtypes import is_half
 from mpimesh.arrays.namespace import Array, DType
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn.parameter import FLOAT_NAMES, Parameter, is_float_dtype
@@ -58,6 +59,7 @@ __all__ = [
     "check_mask",
     "check_sequence",
     "first_outside",
+    "has_gradient",
     "is_layer",
     "joined",
     "layer_advice",
@@ -297,6 +299,11 @@ class FeaturePart:
     def size(self) -> int:
         """Number of elements that this rank has."""
         return self.stop - self.start
+
+
+def has_gradient(dtype: DType) -> bool:
+    """Tell whether an array of `dtype` between layers has a gradient: it is floating."""
+    return dtype.kind in "fc" or is_half(dtype)
 
 
 def is_layer(one: object) -> TypeGuard[SupportsLayer]:

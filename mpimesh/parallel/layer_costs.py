@@ -22,6 +22,7 @@ from mpimesh.nn.parameter import float_dtype
 from mpimesh.nn.protocol import (
     backward_input,
     backward_weight,
+    has_gradient,
     materialize,
     named_parameters,
     num_layers,
@@ -33,7 +34,6 @@ from mpimesh.parallel.replicas import group_along
 from mpimesh.parallel.split_layers import TensorModel
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step import AbortedError, AbortSignal, Failure, agreed_error
-from mpimesh.parallel.task import Leaf
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.schedule import Costs, Partition, partition
@@ -345,9 +345,7 @@ def _time_layer(
 
 def _gradient(leaf: Array, _path: str) -> Array | None:
     """Return a gradient for an array of an output; those of integers have none."""
-    if not Leaf(tuple(leaf.shape[1:]), np.dtype(leaf.dtype)).has_gradient:
-        return None
-    return namespace(leaf).ones(leaf.shape, leaf.dtype)
+    return namespace(leaf).ones(leaf.shape, leaf.dtype) if has_gradient(leaf.dtype) else None
 
 
 # -- speed of messages ----------------------------------------------------------------------------

@@ -26,9 +26,10 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 
 from mpimesh.arrays import Array, DType, HostArray
-from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json, is_half
+from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.errors import ModuleStateError, ScheduleError, ShapeError, TransportError
 from mpimesh.nn import Loss
+from mpimesh.nn.protocol import has_gradient
 from mpimesh.parallel.header import Facts, Size
 from mpimesh.parallel.microbatch import (
     Structure,
@@ -78,7 +79,7 @@ class Leaf:
     @property
     def has_gradient(self) -> bool:
         """True if a gradient comes back for it: its dtype is floating."""
-        return self.dtype.kind in "fc" or is_half(self.dtype)
+        return has_gradient(self.dtype)
 
     def shape(self, rows: int) -> tuple[int, ...]:
         """Return the shape of so many rows."""

@@ -13,9 +13,10 @@ import numpy as np
 
 from mpimesh.arguments import as_function, as_int, as_real, check_kind, shown
 from mpimesh.arrays import Array, namespace
-from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json, is_half
+from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.errors import MeshError, MismatchError, ModuleError, ModuleStateError, on_all_ranks
 from mpimesh.nn.losses import LossValue
+from mpimesh.nn.protocol import has_gradient
 from mpimesh.parallel.batch import SupportsStep
 from mpimesh.parallel.buckets import GROUP
 from mpimesh.parallel.microbatch import Tree
@@ -210,7 +211,7 @@ def reduce_gradients(
         for name, one in gradients.items():
             if one is not None and not hasattr(one, "dtype"):
                 raise ModuleError(f"the gradient of {name!r} must be an array, got {shown(one)}")
-            if one is not None and one.dtype.kind not in "fc" and not is_half(one.dtype):
+            if one is not None and not has_gradient(one.dtype):
                 raise ModuleError(f"the gradient of {name!r} must be of floats, got {one.dtype}")
             if one is not None:
                 mine[str(name)] = [list(one.shape), dtype_to_json(np.dtype(one.dtype))]
