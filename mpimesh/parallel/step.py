@@ -295,7 +295,8 @@ class Step:
         replica = facts["replica"]
         own = () if replica is None else self._batch.own_numbers(engine)
         self._exchanges.begin(self._numbers, facts["step"], replica, own)
-        engine.begin_layers(self._check_abort)
+        for layers in engine.waiting:
+            layers.begin(self._check_abort)
         engine.why_no_step = _UNDER_WAY
         try:
             loss = self._end(self._try(problem))
@@ -312,7 +313,8 @@ class Step:
             # Each of them knows this step, and holds arrays.
             engine.links.end()
             engine.pool.end_step()
-            engine.end_layers()
+            for layers in engine.waiting:
+                layers.end()
             engine.executor.end()
             self.task.end()
             del problem  # whose traceback may hold this frame, as in the methods below
@@ -532,13 +534,15 @@ class Step:
             "failure": None if failure is None else asdict(failure),
             "aborts": abort.is_set,
             "started": engine.buckets.started,
-            "layers": engine.layer_notes(),
+            "layers": [layers.notes() for layers in engine.waiting],
             "sent": [
                 (engine.pipe.ranks[peer], tag, sizes) for peer, tag, sizes in engine.links.sent
             ],
         }
         notes = agree(scope, "the end of a failed step", mine)
-        engine.finish_layers(dict(zip(scope.ranks, (one["layers"] for one in notes), strict=True)))
+        of_layers = dict(zip(scope.ranks, (one["layers"] for one in notes), strict=True))
+        for place, layers in enumerate(engine.waiting):
+            layers.finish({rank: one[place] for rank, one in of_layers.items()})
         waiting = abort.drain(place for place, one in enumerate(notes) if one["aborts"])
         waiting += engine.links.drain(_to_me(engine, notes))
         for request in waiting:

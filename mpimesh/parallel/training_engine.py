@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -184,6 +184,7 @@ class TrainingEngine:
         optimizer: What the model is trained by, if that needs to know how it is cut.
         tensor: The layers that are split over a group of ranks.
         layer_values: The values that are here only while their layers run.
+        waiting: Both of these, whose layers wait for other ranks within a step.
         frozen_values: Those of frozen parameters that other ranks of the node read, too.
         titles: The names of all inputs in messages: ``x``, and those that enter at stages.
         exchanges: What the ranks tell each other at the start and the end of each step.
@@ -422,25 +423,6 @@ class TrainingEngine:
 
     # -- in a step --------------------------------------------------------------------------
 
-    def begin_layers(self, check_abort: Callable[[], None]) -> None:
-        """Let the waits of layers call `check_abort`, which raises to leave the step. Local."""
-        self.tensor.begin(check_abort)
-        self.layer_values.begin(check_abort)
-
-    def end_layers(self) -> None:
-        """Let go of what layers had in a step. Local."""
-        self.tensor.end()
-        self.layer_values.end()
-
-    def layer_notes(self) -> list[list[Any]]:
-        """Return what other ranks are to know of this rank's layers after a failure. Local."""
-        return [self.tensor.notes(), self.layer_values.notes()]
-
-    def finish_layers(self, notes: Mapping[int, list[list[Any]]]) -> None:
-        """Leave nothing of a failed step under way, by the notes of all ranks. Collective."""
-        for place, layers in enumerate((self.tensor, self.layer_values)):
-            layers.finish({rank: each[place] for rank, each in notes.items()})
-
     def begin_gradients(self, num_microbatches: int, check_abort: Callable[[], None]) -> None:
         """Announce the backwards of a step, which `check_abort` raises to leave. Local.
 
@@ -603,6 +585,7 @@ class TrainingEngine:
             for number in self.local
         }
         self.tensor = TensorModel(self.stages)
+        self.waiting = (self.tensor, self.layer_values)
         return self._rule(options)
 
     def _questions_of_values(self, cure: str = "") -> list[Callable[[], None]]:
