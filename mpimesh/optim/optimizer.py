@@ -43,6 +43,7 @@ __all__ = [
     "check_arrays",
     "check_number",
     "check_steps",
+    "numbers_text",
 ]
 
 _BLOCK_ELEMENTS = 1 << 16
@@ -368,8 +369,7 @@ class Optimizer(ABC):
         return {**self.__dict__, "_scratch": {}}
 
     def __repr__(self) -> str:
-        numbers = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.numbers)
-        return f"{type(self).__name__}({len(self.params)} parameters, {numbers})"
+        return f"{type(self).__name__}({len(self.params)} parameters, {numbers_text(self)})"
 
 
 TORCH_ATTRIBUTES = {
@@ -383,6 +383,12 @@ TORCH_ATTRIBUTES = {
 """Attributes of PyTorch's optimizers, and what is here in their place."""
 
 tell_elsewhere(Optimizer, TORCH_ATTRIBUTES)
+
+
+def numbers_text(optimizer: object) -> str:
+    """Return the numbers of an optimizer as text; of one of another library there are none."""
+    names = getattr(optimizer, "numbers", ())
+    return ", ".join([f"{name}={getattr(optimizer, name)!r}" for name in names])
 
 
 def _checked_answer(answer: object, parameter: Parameter) -> bool:

@@ -22,6 +22,7 @@ from mpimesh.errors import (
 from mpimesh.layout import Layout, Replicate, Shard
 from mpimesh.nn import Loss
 from mpimesh.nn.protocol import loss_advice
+from mpimesh.optim.optimizer import numbers_text
 from mpimesh.parallel.header import (
     OWN_ROWS,
     UNKNOWN,
@@ -632,8 +633,4 @@ def check_loss(loss: object, who: str = "") -> None:
 def numbers_of(optimizer: SupportsStep) -> str:
     """Return an optimizer's class, and those of its numbers that replicas must have alike."""
     parts = getattr(optimizer, "optimizers", (optimizer,))
-    return "; ".join(
-        f"{type(one).__name__} "
-        + ", ".join(f"{name}={getattr(one, name)!r}" for name in getattr(one, "numbers", ()))
-        for one in parts
-    )
+    return "; ".join([f"{type(one).__name__} {numbers_text(one)}" for one in parts])

@@ -17,7 +17,7 @@ from mpimesh.arrays import Array, namespace
 from mpimesh.errors import MismatchError, ModuleError, MpimeshError, ShapeError
 from mpimesh.nn import Parameter
 from mpimesh.optim import LossScaler, Optimizer
-from mpimesh.optim.optimizer import check_arrays, check_steps
+from mpimesh.optim.optimizer import check_arrays, check_steps, numbers_text
 from mpimesh.parallel.bucket import STAGES, BucketShard, flat_places, inside
 from mpimesh.parallel.buckets import GradientBuckets
 from mpimesh.parallel.optimizer_shards import Layouts, LentOptimizer, State, places_of
@@ -299,8 +299,7 @@ def agree_optimizers(optimizers: Sequence[Optimizer], engine: TrainingEngine) ->
     """
     names = {id(parameter): name for name, parameter in engine.named_parameters()}
     texts = [
-        f"optimizer {number}: {type(one).__name__} of "
-        + ", ".join(f"{name}={getattr(one, name)!r}" for name in one.numbers)
+        f"optimizer {number}: {type(one).__name__} of {numbers_text(one)}"
         for number, one in enumerate(optimizers)
     ]
     texts += [
