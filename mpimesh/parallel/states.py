@@ -164,7 +164,7 @@ def _nested(flat: Mapping[str, Any], names: StateNames) -> dict[str, Any]:
 def _local_state(
     engine: TrainingEngine, lent: LentOptimizer, state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    names = {id(parameter): name for name, parameter in engine.named_parameters()}
+    names = engine.names
     known = {name for name, _ in engine.named_parameters(everywhere=True)}
     mine = [names[id(parameter)] for parameter in lent.parameters]
     by_name = state["params"]
@@ -297,7 +297,7 @@ def agree_optimizers(optimizers: Sequence[Optimizer], engine: TrainingEngine) ->
     Cost:
         Three exchanges of small texts.
     """
-    names = {id(parameter): name for name, parameter in engine.named_parameters()}
+    names = engine.names
     texts = [
         f"optimizer {number}: {type(one).__name__} of {numbers_text(one)}"
         for number, one in enumerate(optimizers)
@@ -374,7 +374,7 @@ def _texts(
     engine: TrainingEngine, lent: Sequence[LentOptimizer], states: Sequence[State]
 ) -> list[str]:
     """Return what replicas must have alike: the numbers, and digests of arrays."""
-    names = {id(parameter): name for name, parameter in engine.named_parameters()}
+    names = engine.names
     texts: list[str] = []
     for number, (one, state) in enumerate(zip(lent, states, strict=True)):
         texts += [f"{key} {state[key]!r} of optimizer {number}" for key in one.optimizer.numbers]
@@ -533,7 +533,6 @@ def optimizers_target(
     scaling = {f"{_SCALER}{key}" for key in LossScaler().state_dict()} & saved.keys()
     rest = saved.keys() - {STEP} - scaling
     known = {name for name, _ in engine.named_parameters(everywhere=True)}
-    here = {id(parameter): name for name, parameter in engine.named_parameters()}
     wanted: dict[str, Parts] = {}
     found: list[State] = []
     unknown = {key for key in rest if not key.startswith(tuple(prefixes))}
@@ -541,7 +540,7 @@ def optimizers_target(
         own = {key.removeprefix(prefix): saved[key] for key in rest if key.startswith(prefix)}
         spans = _spans_of_state(engine, each, layouts)
         mine = {name for name, _, _ in spans}
-        names = known - ({*here.values()} - mine)
+        names = known - ({*engine.names.values()} - mine)
         numbers = {OPTIMIZER, *each.optimizer.numbers}
         unknown |= {
             f"{prefix}{key}" for key in own.keys() - numbers if STORED.split(key)[0] not in names
@@ -559,7 +558,7 @@ def _spans_of_state(
     engine: TrainingEngine, lent: LentOptimizer, layouts: Layouts
 ) -> list[tuple[str, Parameter, FlatSpan]]:
     """Return the name of each parameter, and the part of its state that this rank has."""
-    names = {id(parameter): name for name, parameter in engine.named_parameters()}
+    names = engine.names
     spans = []
     for one in lent.parameters:
         span = FlatSpan.block(one)

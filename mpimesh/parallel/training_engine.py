@@ -336,6 +336,11 @@ class TrainingEngine:
             if everywhere or not self.local.keys().isdisjoint(numbers)
         ]
 
+    @property
+    def names(self) -> dict[int, str]:
+        """The names of this rank's parameters, by their ids."""
+        return {id(parameter): name for name, parameter in self.named_parameters()}
+
     def everywhere(self, part: Array | None, label: str) -> HostArray:
         """Return an array that one rank of the pipeline has, to each of them. Collective."""
         whole: HostArray = to_numpy(self.pipe.broadcast(part, root=None, label=label).resolve())
