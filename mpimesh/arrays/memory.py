@@ -25,8 +25,8 @@ from mpimesh.errors import DTypeError, ShapeError
 
 __all__ = [
     "KEPT_STEPS",
+    "POOLED_FROM_BYTES",
     "ArrayPool",
-    "SlotPool",
     "address_of",
     "aligned_bytes",
     "aligned_empty",
@@ -137,180 +137,130 @@ def array_shape(
     return sizes, kind
 
 
-_SMALLEST_BYTES = 32 * 1024
+KEPT_STEPS = 16
+"""Number of steps that a block waits to be used again."""
+
+POOLED_FROM_BYTES = 32 * 1024
 """Below this the allocator's own free lists are faster than looking for a block."""
 
-_REFERENCES_WHEN_FREE = 2
-"""To the memory's owner: the block's own, and the argument of `sys.getrefcount`.
 
-Every array over the memory, however it was cut and viewed, refers to the owner and not to
-the block: NumPy follows a view's base down to the array that has the memory.
-"""
+class _Block:
+    """A block of memory and the array that owns it, to which all views of it refer."""
+
+    __slots__ = ("at", "memory", "owner", "used_in", "when_free")
+
+    def __init__(self, memory: HostArray) -> None:
+        self.memory = memory
+        self.owner = _owner(memory)
+        self.when_free = 0
+        self.used_in = 0
+        self.at: int | None = None
 
 
 class ArrayPool:
-    """Blocks of memory that become arrays and are used again when those are gone.
+    """Blocks of memory that become arrays, and are used again when those are gone.
 
     A fresh NumPy array costs its page faults on first touch: at 1 MiB that is five times the price
-    of the all-reduce that fills it. A block is free when no array refers to it, by its reference
-    count; no one has to give anything back.
+    of the all-reduce that fills it. And memory that other ranks know is not to be told them anew.
+
+    A received activation is referenced by the layers that saved it, until their backward; only the
+    array's own reference count knows when that is over. So a block is never returned: it is free
+    when no array refers to its memory. Every array over it, however it was cut and viewed, refers
+    to the owner and not to the block: NumPy follows a view's base down to the array that has the
+    memory.
 
     Args:
+        allocate: Gives memory for a number of bytes, as an array of bytes.
+        least_bytes: Smaller arrays are ordinary ones.
         limit_bytes: Most memory of the pool. Larger or further requests get ordinary arrays.
     """
 
-    def __init__(self, *, limit_bytes: int = 512 * 1024 * 1024) -> None:
+    def __init__(
+        self,
+        allocate: Callable[[int], HostArray] = aligned_bytes,
+        *,
+        least_bytes: int = 0,
+        limit_bytes: int = sys.maxsize,
+    ) -> None:
+        self._allocate = allocate
+        self._least_bytes = least_bytes
         self._limit_bytes = limit_bytes
-        self._held_bytes = 0
-        self._blocks: dict[int, list[HostArray]] = {}
+        self._blocks: dict[int, list[_Block]] = {}
+        self._starts: dict[int, _Block] = {}
+        self._step = 0
         self._lock = Lock()
 
     @property
-    def held_bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of all blocks, in use or free."""
-        return self._held_bytes
+        return sum(size * len(blocks) for size, blocks in self._blocks.items())
 
-    def empty(self, shape: Sequence[int], dtype: DType) -> HostArray:
-        """Return an uninitialised C-contiguous array, from a free block if there is one."""
+    def take(self, shape: Sequence[int], dtype: DType) -> HostArray:
+        """Return an uninitialised C-contiguous array, in use while it or a view of it lives."""
         nbytes = math.prod(shape) * dtype.itemsize
-        part = self._part(nbytes) if nbytes >= _SMALLEST_BYTES else None
-        return np.empty(shape, dtype) if part is None else part.view(dtype).reshape(shape)
-
-    def clear(self) -> None:
-        """Forget all blocks; arrays in use stay valid."""
-        with self._lock:
-            self._blocks.clear()
-            self._held_bytes = 0
-
-    def _part(self, nbytes: int) -> HostArray | None:
-        """Return the first bytes of a free block; None if the pool is full."""
+        if nbytes < self._least_bytes:
+            return np.empty(shape, dtype)
+        array = self.take_again(shape, dtype)
+        if array is not None:
+            return array
         size = _size_class(nbytes)
         with self._lock:
-            blocks = self._blocks.setdefault(size, [])
-            for block in blocks:
-                if _is_free(block):
-                    return block[:nbytes]
-            if self._held_bytes + size > self._limit_bytes and not self._drop_free(size):
-                return None
-            block = aligned_bytes(size)
-            blocks.append(block)
-            self._held_bytes += size
-            return block[:nbytes]
+            if self.nbytes + size > self._limit_bytes:
+                self._keep(lambda block: sys.getrefcount(block.owner) != block.when_free)
+                if self.nbytes + size > self._limit_bytes:
+                    return np.empty(shape, dtype)
+            block = _Block(self._allocate(size))
+            # Counted, here where nothing else refers to it: Python's own differ by version.
+            block.when_free = sys.getrefcount(block.owner)
+            self._blocks.setdefault(size, []).append(block)
+            self._starts[_start(block.memory)] = block
+            return self._array(block, shape, dtype)
 
-    def _drop_free(self, needed_bytes: int) -> bool:
-        """Let go of free blocks of other sizes until `needed_bytes` fit."""
-        for size, blocks in self._blocks.items():
-            used = [block for block in blocks if not _is_free(block)]
-            self._held_bytes -= size * (len(blocks) - len(used))
-            blocks[:] = used
-            if self._held_bytes + needed_bytes <= self._limit_bytes:
-                return True
-        return False
+    def take_again(self, shape: Sequence[int], dtype: DType) -> HostArray | None:
+        """Return such an array as :meth:`take` in a block that is free; None if none is."""
+        references = sys.getrefcount
+        with self._lock:
+            for block in self._blocks.get(_size_class(math.prod(shape) * dtype.itemsize), ()):
+                if references(block.owner) == block.when_free:
+                    return self._array(block, shape, dtype)
+        return None
 
+    def _array(self, block: _Block, shape: Sequence[int], dtype: DType) -> HostArray:
+        block.used_in = self._step
+        array: HostArray = np.ndarray(shape, dtype, block.memory)
+        return array
 
-def _is_free(block: HostArray) -> bool:
-    return sys.getrefcount(block.base) == _REFERENCES_WHEN_FREE
+    def place_of(self, array: HostArray, find: Callable[[HostArray], int]) -> int:
+        """Return what `find` says of the block that `array` begins; -1 if it begins none."""
+        block = self._starts.get(_start(array))
+        if block is None:
+            return -1
+        if block.at is None:
+            block.at = find(block.memory)
+        return block.at
+
+    def end_step(self) -> None:
+        """Forget the blocks that were not taken in the last `KEPT_STEPS` steps.
+
+        An array in use stays valid.
+        """
+        self._step += 1
+        oldest = self._step - KEPT_STEPS
+        with self._lock:
+            if any(b.used_in < oldest for blocks in self._blocks.values() for b in blocks):
+                self._keep(lambda block: block.used_in >= oldest)
+
+    def _keep(self, wanted: Callable[[_Block], bool]) -> None:
+        """Forget the other blocks."""
+        kept = {size: [*filter(wanted, blocks)] for size, blocks in self._blocks.items()}
+        self._blocks = {size: blocks for size, blocks in kept.items() if blocks}
+        self._starts = {_start(b.memory): b for blocks in kept.values() for b in blocks}
 
 
 def _size_class(nbytes: int) -> int:
     """Round up to one of four sizes in each power of two: at most a fifth is unused."""
     step = 1 << max(nbytes.bit_length() - 3, 6)
     return max(-(-nbytes // step) * step, step)
-
-
-# -- slots, which are used again for as long as steps take them ------------------------------------
-
-KEPT_STEPS = 16
-"""Number of steps that a slot waits to be used again."""
-
-
-class _MemorySlot:
-    """A block of memory and the array that owns it, to which all views of it refer."""
-
-    __slots__ = ("at", "block", "owner", "used_in", "when_free")
-
-    def __init__(self, block: HostArray) -> None:
-        self.block = block
-        self.owner = _owner(block)
-        self.when_free = 0
-        self.used_in = 0
-        self.at: int | None = None
-
-
-class SlotPool:
-    """Arrays for the messages and results of a rank's steps, in memory of any kind.
-
-    A received activation is referenced by the layers that saved it, until their backward; only the
-    array's own reference count knows when that is over. So a slot is never returned: it is free
-    when no array refers to its memory. There are as many slots of a size as were in use at one time
-    in the last few steps, which the schedule bounds.
-
-    Args:
-        allocate: Gives memory for a number of bytes, as an array of bytes.
-    """
-
-    def __init__(self, allocate: Callable[[int], HostArray]) -> None:
-        self._allocate = allocate
-        self._slots: dict[int, list[_MemorySlot]] = {}
-        self._starts: dict[int, _MemorySlot] = {}
-        self._step = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots, in use or free."""
-        return sum(slot.block.nbytes for slots in self._slots.values() for slot in slots)
-
-    def take(self, shape: Sequence[int], dtype: DType) -> HostArray:
-        """Return an uninitialised C-contiguous array, in use while it or a view of it lives."""
-        array = self.take_again(shape, dtype)
-        if array is not None:
-            return array
-        size = _size_class(math.prod(shape) * dtype.itemsize)
-        slot = _MemorySlot(self._allocate(size))
-        # Counted, here where nothing else refers to the block: Python's own differ by version.
-        slot.when_free = sys.getrefcount(slot.owner)
-        self._slots.setdefault(size, []).append(slot)
-        self._starts[_start(slot.block)] = slot
-        return self._array(slot, shape, dtype)
-
-    def take_again(self, shape: Sequence[int], dtype: DType) -> HostArray | None:
-        """Return such an array as :meth:`take` in a slot that is free; None if none is."""
-        slots = self._slots.get(_size_class(math.prod(shape) * dtype.itemsize), ())
-        references = sys.getrefcount
-        for slot in slots:
-            if references(slot.owner) == slot.when_free:
-                return self._array(slot, shape, dtype)
-        return None
-
-    def _array(self, slot: _MemorySlot, shape: Sequence[int], dtype: DType) -> HostArray:
-        slot.used_in = self._step
-        array: HostArray = np.ndarray(shape, dtype, slot.block)
-        return array
-
-    def place_of(self, array: HostArray, find: Callable[[HostArray], int]) -> int:
-        """Return what `find` says of the slot that `array` begins; -1 if it begins none."""
-        slot = self._starts.get(_start(array))
-        if slot is None:
-            return -1
-        if slot.at is None:
-            slot.at = find(slot.block)
-        return slot.at
-
-    def end_step(self) -> None:
-        """Forget the slots that were not taken in the last `KEPT_STEPS` steps.
-
-        An array in use stays valid.
-        """
-        self._step += 1
-        oldest = self._step - KEPT_STEPS
-        if all(slot.used_in >= oldest for slots in self._slots.values() for slot in slots):
-            return
-        recent = {
-            size: [slot for slot in slots if slot.used_in >= oldest]
-            for size, slots in self._slots.items()
-        }
-        self._slots = {size: slots for size, slots in recent.items() if slots}
-        self._starts = {_start(slot.block): slot for slots in recent.values() for slot in slots}
 
 
 def _start(array: HostArray) -> int:

@@ -259,10 +259,18 @@ class ProgressEngine:
         tail = self.tails.get(chain)
         return tail is not None and not tail.settled
 
-    def undecided(self, chain: Hashable) -> bool:
-        """Tell whether an operation of `chain` is unfinished that may yet start others."""
+    def begin_decided(
+        self, chain: Hashable, begin: Callable[..., Request], *arguments: Any
+    ) -> Request:
+        """Begin a collective of MPI's, once none of `chain` is under way that may start another.
+
+        Such a one may turn to MPI when it finds ordinary arrays, on one rank earlier than on
+        another; but MPI's collectives must begin in the same order on all.
+        """
         tail = self.tails.get(chain)
-        return tail is not None and not tail.settled and not tail.committed
+        if tail is None or tail.settled or tail.committed:
+            return begin(*arguments)
+        return self.stage(chain, run_steps(lambda: begin(*arguments)))
 
     def stage(self, chain: Hashable, steps: Steps) -> StagedRequest:
         """Start `steps`, at once or after the unfinished operations of `chain`."""

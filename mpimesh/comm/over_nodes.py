@@ -40,7 +40,7 @@ from mpi4py import MPI
 
 from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.algorithms import Ways
-from mpimesh.comm.engine import ProgressEngine, StagedRequest, Steps, run_steps
+from mpimesh.comm.engine import ProgressEngine, StagedRequest, Steps
 from mpimesh.comm.mpi import MPICommunicator
 from mpimesh.comm.region_shared import SharedRegions
 from mpimesh.comm.requests import Request, agreed_counts, chunk_slices
@@ -146,7 +146,7 @@ class OverNodes:
     Args:
         window: The ranks of this node.
         engine: Moves the operations along.
-        messages: All ranks. What is started there must wait for its turn (:meth:`in_turn`).
+        messages: All ranks. What is started there must wait for its turn, as on one node.
         rails: Who carries what.
 
     Attributes:
@@ -161,12 +161,6 @@ class OverNodes:
         self._messages = messages
         self._rails = rails
         self.regions = SharedRegions(window, engine, messages, self, rails.here)
-
-    def in_turn(self, begin: Callable[..., Request], *arguments: Any) -> Request:
-        """Begin a collective of MPI's, once none of these is under way, which start others."""
-        if not self._engine.undecided(self):
-            return begin(*arguments)
-        return self._engine.stage(self, run_steps(partial(begin, *arguments)))
 
     def start(self, name: str, ways: Ways, *arguments: Any) -> StagedRequest:
         """Start a collective, with the arguments of the communicator's method."""

@@ -24,8 +24,8 @@ from itertools import accumulate, islice
 
 import numpy as np
 
-from mpimesh.arrays import ArrayPool
 from mpimesh.arrays.dtypes import sum_dtype
+from mpimesh.arrays.memory import POOLED_FROM_BYTES, ArrayPool
 from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.regions import FUNCTIONS, Blocks, piece_work, pieces_of, raw_dtype
@@ -425,8 +425,10 @@ class MessageExchange:
             return np.empty(size, self._raw)
         pool = self._communicator.packed
         if pool is None:
-            pool = self._communicator.packed = ArrayPool(limit_bytes=_POOLED_BYTES)
-        return pool.empty((size,), self._raw)
+            pool = self._communicator.packed = ArrayPool(
+                least_bytes=POOLED_FROM_BYTES, limit_bytes=_POOLED_BYTES
+            )
+        return pool.take((size,), self._raw)
 
 
 def _fresh(nbytes: int) -> HostArray:

@@ -72,7 +72,7 @@ def _by_table(
             return getattr(ranks._plain, name)(*arguments)  # type: ignore[no-any-return]
         ways = ranks._ways_of(name, arguments) if has_ways else _BY_MPI
         if ways == _BY_MPI:
-            return shared.in_turn(getattr(ranks._plain, name), *arguments)
+            return ranks.engine.begin_decided(shared, getattr(ranks._plain, name), *arguments)
         return shared.start(name, ways, *arguments)
 
     return start
@@ -148,7 +148,7 @@ class RoutedCommunicator(MPICommunicator):
             return None
         engine.bell = None if arena is None else arena.bell
         bells = dict(zip(self._neighbours, window.bells, strict=False))
-        self.bells = [bells.get(rank) for rank in range(self.size)]
+        self.bells = self._plain.bells = [bells.get(rank) for rank in range(self.size)]
         shared = self._shared = (
             self._over_nodes(window, nodes)
             if several
@@ -282,16 +282,19 @@ class RoutedCommunicator(MPICommunicator):
     ) -> Callable[[], Request | Steps]:
         """Return what starts a collective or an exchange of these arrays, as often as wanted."""
         shared = self._shared
-        if name == "exchange_regions" and shared is not None:
+        if shared is None:
+            return self._plain.prepare(name, arguments, algorithm)
+        if name == "exchange_regions":
             return shared.regions.prepare(*arguments, often=True)
-        if name in OPERATIONS and shared is not None:
+        if name in OPERATIONS:
             ways = (
                 self._ways_of(name, arguments) if algorithm is None else _ASKED_FOR.get(algorithm)
             )
             if ways is not None:
                 # Nothing of no bytes is shared.
                 if ways == _BY_MPI or not arguments[name in _SIZED_BY_RESULT].nbytes:
-                    return partial(shared.in_turn, getattr(self._plain, name), *arguments)
+                    begin = getattr(self._plain, name)
+                    return partial(self.engine.begin_decided, shared, begin, *arguments)
                 return shared.prepare(name, ways, *arguments)
         return super().prepare(name, arguments, algorithm)
 

@@ -29,7 +29,7 @@ import numpy as np
 from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.algorithms import Ways
 from mpimesh.comm.base import Communicator
-from mpimesh.comm.engine import Moved, ProgressEngine, StagedRequest, Steps, run_steps
+from mpimesh.comm.engine import Moved, ProgressEngine, StagedRequest, Steps
 from mpimesh.comm.region_shared import SharedRegions
 from mpimesh.comm.requests import Request, agreed_counts, cut
 from mpimesh.comm.shared_window import NOT_READ, NOTES, SharedWindow, WindowEntry, enter
@@ -87,7 +87,7 @@ class SharedCollectives:
         window: The ranks.
         engine: Moves the operations along.
         messages: Moves ordinary arrays for which the stage is too slow. What is started there
-            must wait for its turn (:meth:`in_turn`).
+            must wait for its turn (:meth:`~.engine.ProgressEngine.begin_decided`).
 
     Attributes:
         window: The ranks.
@@ -143,17 +143,6 @@ class SharedCollectives:
 
         return decline
 
-    def in_turn(self, begin: Callable[..., Request], *arguments: Any) -> Request:
-        """Begin a collective of MPI's, once none is under way that may start another.
-
-        Such a one may turn to MPI when it finds ordinary arrays, on one rank earlier than on
-        another; but MPI's collectives must begin in the same order on all.
-        """
-        engine = self.engine
-        if not engine.tails or not engine.undecided(self):
-            return begin(*arguments)
-        return engine.stage(self, run_steps(partial(begin, *arguments)))
-
     # -- the collectives, not begun -------------------------------------------------------
 
     def _all_reduce(
@@ -166,7 +155,7 @@ class SharedCollectives:
         if host == shared == "slots":
             return OneShot(self, what, op, source, recv)
         window = self.window
-        otherwise = partial(self._ordinary_all_reduce, host, what, send, recv, op)
+        otherwise = self._ordinary_all_reduce(host, what, send, recv, op)
         if host == shared:
             return otherwise()
         target_at = window.find(recv)
@@ -184,12 +173,13 @@ class SharedCollectives:
 
     def _ordinary_all_reduce(
         self, way: str, what: int, send: HostArray | None, recv: HostArray, op: str
-    ) -> Request:
+    ) -> Callable[[], Request]:
+        """Return what begins an all-reduce of ordinary arrays."""
         source = recv if send is None else send
         if way == "slots":
-            return OneShot(self, what, op, source, recv)
+            return partial(OneShot, self, what, op, source, recv)
         if way == "mpi" and op == "mean":
-            return StagedRequest(self._mean_by_messages(send, recv), self.engine, self)
+            return lambda: StagedRequest(self._mean_by_messages(send, recv), self.engine, self)
         begin = partial(self._messages.all_reduce, send, recv, op)
         return self._ordinary(
             way, what, begin, partial(all_reduce_staged, self.window, source, recv, op)
@@ -312,7 +302,7 @@ class SharedCollectives:
             arrays: This rank's, if others read it, and where its result goes.
             counts: What the work depends on, beside the operation.
         """
-        otherwise = partial(self._ordinary, ways.host, what, begin, staged)
+        otherwise = self._ordinary(ways.host, what, begin, staged)
         if ways.host == ways.shared:
             return otherwise()
         send, recv = arrays
@@ -331,16 +321,16 @@ class SharedCollectives:
 
     def _ordinary(
         self, way: str, what: int, begin: Callable[[], Request], steps: Callable[[], Steps]
-    ) -> Request:
-        """Begin an operation on ordinary arrays, which all ranks have agreed on, or will."""
+    ) -> Callable[[], Request]:
+        """Return what begins an operation on ordinary arrays, once all ranks have agreed on it."""
         if way == "mpi":
-            return begin()
+            return begin
 
         def entered() -> Steps:
             yield from enter(self.window, what)
             yield from steps()
 
-        return StagedRequest(entered(), self.engine, self)
+        return lambda: StagedRequest(entered(), self.engine, self)
 
     def _kept(
         self, what: int, own_at: int, *rest: int

@@ -208,6 +208,14 @@ class Signatures:
                         self.compare(last, mine, group)
                     break
 
+    def last_started(self) -> dict[int, tuple[int, str]]:
+        """Return the number and text of each rank's last operation; 0 for none. Never waits."""
+        numbers = [max(words[:SLOTS]) >> _TOTAL_BITS for words in self._words]
+        return {
+            rank: (number, (self._text(place, number) or "") if number else "")
+            for place, (rank, number) in enumerate(zip(self._ranks, numbers, strict=True))
+        }
+
     def error(self, group: str) -> MismatchError:
         """Return the error that names what each rank has started where they first differ."""
         number = self._apart

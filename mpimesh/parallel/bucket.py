@@ -37,7 +37,7 @@ from functools import partial
 import numpy as np
 
 from mpimesh.arrays import Array, DType, ReduceOp, namespace
-from mpimesh.arrays.memory import SlotPool
+from mpimesh.arrays.memory import ArrayPool
 from mpimesh.comm.requests import Condition
 from mpimesh.errors import ModuleStateError
 from mpimesh.nn import Parameter
@@ -373,7 +373,7 @@ class Bucket:
         )
 
     def divide(
-        self, mesh: DeviceMesh, stage: int, pool: SlotPool, turn: int, *, by_layer: bool
+        self, mesh: DeviceMesh, stage: int, pool: ArrayPool, turn: int, *, by_layer: bool
     ) -> None:
         """From now on give each rank the sums of its part only. By all ranks alike.
 

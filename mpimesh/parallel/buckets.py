@@ -41,7 +41,7 @@ import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, as_items, as_real, check_kind, shown
 from mpimesh.arrays import DType, OpLike, ReduceOp, as_reduce_op, namespace
-from mpimesh.arrays.memory import SlotPool
+from mpimesh.arrays.memory import ArrayPool
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import as_parameters, float_dtype
@@ -238,7 +238,7 @@ class GradientBuckets:
         # nothing has to be counted.
         self._counted = entries
         self._without_bucket = [entry for entry in entries if entry.bucket is None]
-        self._pool = SlotPool(lambda nbytes: mesh.shared_empty(nbytes, np.uint8))
+        self._pool = ArrayPool(lambda nbytes: mesh.shared_empty(nbytes, np.uint8))
         self._backwards = 0
         self._announced = 0
         self.accumulating = False

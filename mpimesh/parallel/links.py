@@ -37,7 +37,7 @@ from mpimesh.arrays import (
     refuse_objects,
     to_numpy,
 )
-from mpimesh.arrays.memory import SlotPool
+from mpimesh.arrays.memory import ArrayPool
 from mpimesh.comm import RecvRequest, Request
 from mpimesh.comm.engine import test_often
 from mpimesh.comm.lending import Borrowing, Lending, LendingRow
@@ -89,7 +89,7 @@ class Links:
         placement: Sequence[int],
         edges: Edges,
         *,
-        pool: SlotPool,
+        pool: ArrayPool,
         traffic: Traffic,
         tracer: Tracer,
     ) -> None:

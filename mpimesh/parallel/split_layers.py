@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpimesh.arrays import Array, HostArray, namespace, to_numpy
-from mpimesh.arrays.memory import SlotPool, aligned_bytes
+from mpimesh.arrays.memory import ArrayPool, aligned_bytes
 from mpimesh.arrays.namespace import is_cupy
 from mpimesh.comm.requests import Condition
 from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError
@@ -499,7 +499,7 @@ class LayerValues(_Watching):
         self.shards: list[BucketShard] = []
         self.meets = False
         self._group: ProcessGroup | None = None
-        self._pool = SlotPool(aligned_bytes)
+        self._pool = ArrayPool(aligned_bytes)
         # The shards that are here: their gathers, None once the values are shown.
         self._here: dict[BucketShard, Any] = {}
         self._are_whole = False

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, as_real, shown
 from mpimesh.arrays import Array, HostArray, to_numpy
-from mpimesh.arrays.memory import SlotPool
+from mpimesh.arrays.memory import ArrayPool
 from mpimesh.errors import (
     MismatchError,
     ModuleError,
@@ -222,7 +222,7 @@ class TrainingEngine:
         self.is_given_back = False
         self.interfaces: dict[tuple[bool, tuple[int, ...]], dict[int, Interface]] = {}
         self.tasks: dict[Hashable, Task] = {}
-        self.pool = SlotPool(lambda nbytes: mesh.shared_empty(nbytes, np.uint8))
+        self.pool = ArrayPool(lambda nbytes: mesh.shared_empty(nbytes, np.uint8))
         self._in_backward: set[int] = set()  # local stages to whose gradients more may come
         problem: MpimeshError | None = None
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeAlias, TypeVar
@@ -10,7 +9,7 @@ from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeAlias, TypeV
 from mpimesh.arguments import as_int, as_time
 from mpimesh.arrays import Array, DTypeLike, HostArray, OpLike
 from mpimesh.comm import Communicator
-from mpimesh.comm.algorithms import Algorithms, Row
+from mpimesh.comm.algorithms import Algorithms
 from mpimesh.errors import GroupError, RankError, tell_elsewhere
 from mpimesh.runtime import messages, plan
 from mpimesh.runtime.call import Call
@@ -585,12 +584,7 @@ class ProcessGroup:
             RankError: If this rank is not a member.
             ClosedError: If the mesh is closed.
         """
-        host = self._core.host_algorithms()
-        if not self._core.moves_device_memory:
-            return host
-        if self.size == 1:
-            return Algorithms([*host, Row("*", "device", 0, "copy", "the group has one rank")])
-        return Algorithms([*host, *self._core.side(sys.modules["cupy"]).algorithms()])
+        return self._core.algorithms()
 
     def alone(self) -> Self:
         """Return a group of this rank only, whose operations need no other rank. Local."""

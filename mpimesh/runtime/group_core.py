@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from types import GeneratorType, ModuleType
@@ -24,7 +25,7 @@ from mpimesh.arrays import (
     refuse_objects,
 )
 from mpimesh.comm import Communicator, Request, Steps, run_steps
-from mpimesh.comm.algorithms import Algorithms
+from mpimesh.comm.algorithms import Algorithms, Row
 from mpimesh.comm.device_strategy import steps_in
 from mpimesh.comm.requests import Condition
 from mpimesh.errors import BudgetError, ClosedError, GroupError, RankError, on_all_ranks
@@ -426,14 +427,18 @@ class GroupCore:
             "explains"
         )
 
-    def host_algorithms(self) -> Algorithms:
-        """Return the table for host memory, with what ``MPIMESH_ALGORITHMS`` says. Local."""
+    def algorithms(self) -> Algorithms:
+        """Return the table of algorithms, with what ``MPIMESH_ALGORITHMS`` says. Local."""
         table = self.communicator.algorithms()
         for name, algorithm in algorithms_of(self.context.settings.algorithms).items():
             most = self.communicator.most_bytes_by(name, algorithm)
             if most >= 0:
                 table = table.with_setting(name, algorithm, most)
-        return table
+        if not self.moves_device_memory:
+            return table
+        if self.size == 1:
+            return Algorithms([*table, Row("*", "device", 0, "copy", "the group has one rank")])
+        return Algorithms([*table, *self.side(sys.modules["cupy"]).algorithms()])
 
     # -- where bytes lie, and who moves them from there --------------------------------------
 
@@ -494,7 +499,7 @@ class GroupCore:
             nbytes = math.prod(shape) * dtype.itemsize
             if nbytes >= _SHARED_FROM and like is not None and world.is_shared(like):
                 return world.shared_bytes(nbytes).view(dtype).reshape(shape)
-            return world.pool.empty(shape, dtype)
+            return world.pool.take(shape, dtype)
         return library.empty(shape, dtype)  # CuPy has a pool of its own
 
     def empty_once(

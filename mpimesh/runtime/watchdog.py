@@ -224,22 +224,30 @@ class Notice:
     """One line about a wait that is long, for who has not set a short ``MPIMESH_TIMEOUT_S``.
 
     A long wait may be right: another rank computes. So nothing is ended and nobody is asked; the
-    line says where the rank stands, and how to learn more. It must not flood the output of a large
-    job: of a group the first rank speaks, the others only a minute later, of the whole job a few
-    ranks, each once for a wait, and again only for one that is twice as long.
+    line says where the rank stands, how to learn more, and which ranks of the node have not come
+    and what they have started instead, as far as memory shows that the ranks of the node share. It
+    must not flood the output of a large job: of a group the first rank speaks, the others only a
+    minute later, of the whole job a few ranks, each once for a wait, and again only for one that is
+    twice as long.
 
     Args:
         rank: This rank in MPI's world.
         after_s: The shortest wait to speak about; 0 for none.
         write: Called with the rank and the line.
+        progress: This rank's, with the communicators on which others may be ahead; None for none.
     """
 
-    __slots__ = ("_after_s", "_noticed", "_rank", "_write")
+    __slots__ = ("_after_s", "_noticed", "_progress", "_rank", "_write")
 
     def __init__(
-        self, rank: int, after_s: float, write: Callable[[int, str], None] = write_error
+        self,
+        rank: int,
+        after_s: float,
+        write: Callable[[int, str], None] = write_error,
+        progress: Progress | None = None,
     ) -> None:
         self._rank = rank
+        self._progress = progress
         self._after_s = after_s if after_s and rank < _SPEAKERS else float("inf")
         self._write = write
         self._noticed: weakref.ref[Wait] | None = None
@@ -265,8 +273,43 @@ class Notice:
             self._rank,
             f"mpimesh: has waited {waited_s:.0f} s in {text}. "
             "MPIMESH_TIMEOUT_S=60 ends such a wait after 60 s and says what each rank does; "
-            "MPIMESH_NOTICE_S=0 ends these lines",
+            f"MPIMESH_NOTICE_S=0 ends these lines{self._others(wait)}",
         )
+
+    def _others(self, wait: Wait) -> str:
+        """Return what is known here of the ranks that `wait` takes, as a sentence. Never waits."""
+        communicator, ranks = wait.communicator, job_ranks(wait.communicator)
+        title, states = "Elsewhere", {}
+        if wait.peers is not None:
+            states = {rank: self._elsewhere(rank) for rank in awaited_ranks(wait)}
+        elif communicator.signatures is not None and ranks:
+            number = wait.number or getattr(wait.what, "number", 0)
+            started = communicator.signatures.last_started()
+            if not 0 < number <= started[communicator.rank][0]:
+                return ""  # with checks on, ranks tell each other by messages what they start
+            title = "Missing"
+            states = {
+                ranks[one]: self._elsewhere(ranks[one]) or f"last here: {text or 'nothing'}"
+                for one, (last, text) in started.items()
+                if last < number
+            }
+            if not states:
+                return ". All its ranks on this node have started it"
+        rows = ranks_by_value((rank, state) for rank, state in sorted(states.items()) if state)
+        texts = [f"{rank_names(who, _MOST_PEERS)} ({state})" for state, who in rows.items()]
+        return f". {title}, of the job: {', '.join(texts[:_MOST_PEERS])}" if texts else ""
+
+    def _elsewhere(self, rank: int) -> str:
+        """Return what a rank of the job has started that this one has not; empty if not known."""
+        communicators = {} if self._progress is None else dict(self._progress.communicators)
+        for name, (communicator, ranks) in communicators.items():
+            signatures = communicator.signatures
+            if signatures is not None and rank in ranks:
+                last, text = signatures.last_started().get(ranks.index(rank), (0, ""))
+                if last > communicator.started:
+                    group = name.rpartition("/")[2]
+                    return f"in {text} on group {group!r}, which this rank has not started"
+        return ""
 
 
 # -- the watchdogs ---------------------------------------------------------------------------------
@@ -308,7 +351,8 @@ class Watchdog:
         if settings.record_dir:
             progress.recorder = Recorder(Path(settings.record_dir), rank, MPI.COMM_WORLD.size)
         # The watchdog's report says more, where it comes soon.
-        self._notice = Notice(rank, 0.0 if 0 < limit_s < DEFAULT_TIMEOUT_S else settings.notice_s)
+        notice_s = 0.0 if 0 < limit_s < DEFAULT_TIMEOUT_S else settings.notice_s
+        self._notice = Notice(rank, notice_s, progress=progress)
         self._deadlocks = DeadlockSearch(rank, progress, channels) if settings.checks else None
         # MPI may be called by this thread and the program's at once, or not at all by this one.
         self._may_ask = MPI.Query_thread() == MPI.THREAD_MULTIPLE

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 from mpimesh.arguments import as_flag, as_function, as_int, shown
-from mpimesh.arrays import ArrayPool, HostArray, aligned_bytes
+from mpimesh.arrays import HostArray, aligned_bytes
+from mpimesh.arrays.memory import POOLED_FROM_BYTES, ArrayPool
 from mpimesh.comm import Communicator, VirtualWorld, virtual_communicators
 from mpimesh.errors import (
     ClosedError,
@@ -60,6 +61,9 @@ R = TypeVar("R")
 _MOST_VIRTUAL = 1 << 16
 """Most virtual ranks: a process has no more threads."""
 
+_POOLED_BYTES = 512 << 20
+"""Most memory for results that is kept for those to come."""
+
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class World:
@@ -82,7 +86,9 @@ class World:
 
     virtual: Communicator | None = None
     progress: Progress = field(default_factory=Progress)
-    pool: ArrayPool = field(default_factory=ArrayPool)
+    pool: ArrayPool = field(
+        default_factory=lambda: ArrayPool(least_bytes=POOLED_FROM_BYTES, limit_bytes=_POOLED_BYTES)
+    )
     locks: InputLocks = field(default_factory=InputLocks)
     abandoned: list[object] = field(default_factory=list)
     channels: ControlChannels | None = None

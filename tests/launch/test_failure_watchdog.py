@@ -191,6 +191,7 @@ def test_a_long_wait_is_told_in_one_line_and_goes_on(launch):
     assert told is not None, str(result)
     text = (PRELUDE + LATE).splitlines()[int(told[2]) - 1]
     assert "all_reduce" in text
+    assert lines[0].endswith(". Missing, of the job: rank 1 (last here: nothing)"), str(result)
 
 
 @pytest.mark.deep

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mpimesh.arrays import aligned_empty
-from mpimesh.arrays.memory import KEPT_STEPS, SlotPool
+from mpimesh.arrays.memory import KEPT_STEPS, ArrayPool
 
 FLOAT = np.dtype(np.float64)
 
@@ -35,7 +35,7 @@ def address(array):
 
 @ALLOCATORS
 def test_a_slot_is_free_when_its_array_is_gone(allocate):
-    pool = SlotPool(allocate)
+    pool = ArrayPool(allocate)
     first = pool.take((10, 3), FLOAT)
     where = address(first)
     assert first.shape == (10, 3)
@@ -51,7 +51,7 @@ def test_a_slot_is_free_when_its_array_is_gone(allocate):
 
 @ALLOCATORS
 def test_views_keep_a_slot(allocate):
-    pool = SlotPool(allocate)
+    pool = ArrayPool(allocate)
     array = pool.take((8, 4), FLOAT)
     where = address(array)
     views = [array[2:3], array.T, array.reshape(-1).view(np.uint8)[5:9]]
@@ -66,7 +66,7 @@ def test_views_keep_a_slot(allocate):
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.booleans()), max_size=40))
 def test_arrays_in_use_never_share_memory(steps):
-    pool = SlotPool(aligned)
+    pool = ArrayPool(aligned)
     held = []
     for number, (rows, keep) in enumerate(steps):
         array = pool.take((rows, 2), FLOAT)
@@ -82,7 +82,7 @@ def test_arrays_in_use_never_share_memory(steps):
 
 
 def test_what_no_step_has_used_for_a_while_is_forgotten():
-    pool = SlotPool(aligned)
+    pool = ArrayPool(aligned)
     array = pool.take((4,), FLOAT)
     array[...] = 7
     del array

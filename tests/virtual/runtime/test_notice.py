@@ -72,6 +72,69 @@ def test_the_line_says_what_where_for_whom_and_what_to_do():
     names(told, "pipeline action 0F1", f"{__file__}:", "rank 2")
 
 
+def said_of(work) -> str:
+    """What follows the usual line of a rank that waits in `work`."""
+    group, call = work._group, work._call
+    wait = Wait(call, group.communicator, call.peers)
+    wait.since_s -= 91
+    lines: list[str] = []
+    Notice(0, 30.0, lambda _, line: lines.append(line), group.progress).check(wait)
+    (line,) = lines
+    return line.partition("MPIMESH_NOTICE_S=0 ends these lines")[2]
+
+
+def test_the_line_says_which_ranks_of_the_node_are_missing_and_what_they_do_instead():
+    def main():
+        with mm.DeviceMesh("a=3") as mesh:
+            group, side = mesh.group(), mesh.add_group("side", [0, 1])
+            group.all_gather(np.ones(2)).resolve()
+            if mesh.rank:
+                barrier = side.start_barrier() if mesh.rank == 1 else None
+                group.send(np.ones(1), 0).resolve()
+                group.recv(0).resolve()
+                total = group.all_reduce(np.ones(3))
+                group.send(np.ones(1), 0).resolve()
+            else:
+                total = group.all_reduce(np.ones(3))
+                group.recv(1).resolve()
+                group.recv(2).resolve()
+                message = group.recv(1)
+                said = [said_of(total), said_of(message)]
+                barrier = side.start_barrier()
+                group.send(np.ones(1), 1).resolve()
+                message.resolve()
+                said.append(said_of(total))
+                group.send(np.ones(1), 2).resolve()
+                group.recv(2).resolve()
+                said.append(said_of(total))
+            total.resolve()
+            if barrier is not None:
+                barrier.resolve()
+            return said if mesh.rank == 0 else []
+
+    elsewhere = "rank 1 (in barrier() on group 'side', which this rank has not started)"
+    here = "rank 2 (last here: all_gather(shape (6,), float64, axis 0, sizes [2, 2, 2]))"
+    assert mm.run_virtual(3, main)[0] == [
+        f". Missing, of the job: {elsewhere}, {here}",
+        f". Elsewhere, of the job: {elsewhere}",
+        f". Missing, of the job: {here}",
+        ". All its ranks on this node have started it",
+    ]
+
+
+def test_with_checks_the_line_says_nothing_of_others_for_nothing_is_posted(monkeypatch):
+    monkeypatch.setenv("MPIMESH_CHECKS", "1")
+
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            total = mesh.group().all_reduce(np.ones(3))
+            said = said_of(total)
+            total.resolve()
+            return said
+
+    assert mm.run_virtual(2, main) == ["", ""]
+
+
 def test_an_operator_of_a_split_array_is_where_the_program_has_it():
     """And not in NumPy's mixin, through which it comes."""
 
