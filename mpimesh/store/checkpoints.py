@@ -17,7 +17,6 @@ from mpimesh.errors import DamagedError, StoreError
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.store.files import (
     PART,
-    agreed,
     agreeing,
     as_folder,
     check_mesh,
@@ -105,6 +104,8 @@ class Checkpoints:
         self._core = None if mesh is None else mesh.group()._core
         self._handle: CollectiveTensor | None = None
         self._closed = False
+        # On the first rank: steps of before, and saved here, but not by another program.
+        self._known: set[int] = set()
         self._settle()  # another one's save may be under way, in a folder that is removed here
         with agreeing(self._core, f"Checkpoints in {self.folder}", doing) as rows:
             self.keep = None if keep is None else as_int(keep, "keep", StoreError, least=1)
@@ -117,7 +118,6 @@ class Checkpoints:
         if any(row != rows[0] for row in rows):
             raise StoreError(f"all ranks keep the same checkpoints, got {rows}")
         self._step = self._pending = 0
-        self._known = set(self.steps)  # before, and saved here: not those of another program
 
     def _prepare(self) -> None:
         """Make the folder, and remove what was not finished in it. On the first rank."""
@@ -130,6 +130,7 @@ class Checkpoints:
             raise StoreError(f"cannot keep checkpoints in {self.folder}: it cannot be written")
         for left in self.folder.glob(f".step-*{PART}"):
             shutil.rmtree(left, ignore_errors=True)
+        self._known.update(self.steps)
 
     # -- what there is: local ----------------------------------------------------------------------
 
@@ -214,9 +215,11 @@ class Checkpoints:
         """
         self._check_open("load")
         self._settle()
-        # One rank looks: what others see of a file system may be older.
-        seen = self.steps if self._is_first else []
-        steps = agreed(self._core, f"load from {self.folder}", seen)[0]
+        doing = f"load from {self.folder}"
+        with agreeing(self._core, doing, doing) as rows:
+            # One rank looks: what others see of a file system may be older.
+            rows.append(self.steps if self._is_first else [])
+        steps = rows[0]
         if step is not None:
             if step not in steps:
                 raise StoreError(f"{self.folder} has no checkpoint of step {step}; it has {steps}")

@@ -53,7 +53,6 @@ __all__ = [
     "Kinds",
     "Share",
     "Writer",
-    "agreed",
     "agreeing",
     "as_folder",
     "as_store_error",
@@ -111,28 +110,6 @@ def check_mesh(mesh: object, doing: str) -> None:
         )
 
 
-def agreed(
-    core: GroupCore | None,
-    what: Call | str,
-    value: Any = None,
-    *,
-    problem: Exception | None = None,
-) -> list[Any]:
-    """Return the values of all ranks, in rank order, or raise the same error on all. Collective.
-
-    Args:
-        core: The ranks; None for this process alone.
-        what: The call, or in words what they do, the same on all.
-        value: This rank's value, as JSON can say it.
-        problem: Why this rank cannot do it.
-    """
-    if core is not None:
-        return agree(core, what, value, problem=problem)
-    if problem is not None:
-        raise problem
-    return [value]
-
-
 @contextmanager
 def agreeing(
     core: GroupCore | None, what: Call | str, doing: str, *, reading: bool = False
@@ -144,7 +121,7 @@ def agreeing(
 
     Args:
         core: The ranks; None for this process alone.
-        what: See :func:`agreed`.
+        what: The call, or in words what they do, the same on all.
         doing: See :func:`as_store_error`.
         reading: Likewise.
     """
@@ -154,7 +131,13 @@ def agreeing(
         yield rows
     except Exception as error:
         problem = as_store_error(error, doing, reading=reading)
-    rows[:] = agreed(core, what, rows[0] if rows else None, problem=problem)
+    value = rows[0] if rows else None
+    if core is not None:
+        rows[:] = agree(core, what, value, problem=problem)
+    elif problem is not None:
+        raise problem
+    else:
+        rows[:] = [value]
 
 
 def as_store_error(error: Exception, doing: str, *, reading: bool = False) -> MpimeshError:

@@ -41,6 +41,7 @@ __all__ = [
     "safetensors_header",
     "stored_as",
     "tensor_name",
+    "wrong_file",
 ]
 
 MANIFEST = "manifest.json"
@@ -449,12 +450,15 @@ def _check_sizes(folder: Path, files: Sequence[tuple[str, int]]) -> None:
         try:
             actual = (folder / name).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
-            raise DamagedError(f"{folder / name} is missing; use another checkpoint") from None
+            raise wrong_file(folder / name, nbytes, None) from None
         if actual != nbytes:
-            raise DamagedError(
-                f"{folder / name} has {actual} bytes, and was written with {nbytes}; use another "
-                "checkpoint"
-            )
+            raise wrong_file(folder / name, nbytes, actual)
+
+
+def wrong_file(path: Path, nbytes: int, actual: int | None) -> DamagedError:
+    """Return the error for a file that is missing, None, or has another size than was written."""
+    found = "is missing" if actual is None else f"has {actual} bytes, and was written with {nbytes}"
+    return DamagedError(f"{path} {found}; use another checkpoint")
 
 
 def _foreign(path: Path) -> Manifest:

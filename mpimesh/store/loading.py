@@ -48,6 +48,7 @@ from mpimesh.store.format import (
     Piece,
     file_dtype,
     read_manifest,
+    wrong_file,
 )
 from mpimesh.store.parts import Parts, Saved
 from mpimesh.store.trees import ARRAY, VALUE, Into, Source, mesh_of, rebuilt, take_apart
@@ -508,15 +509,12 @@ class FileReader:
         try:
             number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block
         except (FileNotFoundError, NotADirectoryError):
-            raise DamagedError(f"{path} is missing; use another checkpoint") from None
+            raise wrong_file(path, nbytes, None) from None
         facts = os.fstat(number)
         if stat.S_ISREG(facts.st_mode) and facts.st_size == nbytes:
             return number
         os.close(number)
-        raise DamagedError(
-            f"{path} has {facts.st_size} bytes, and was written with {nbytes}; use another "
-            "checkpoint"
-        )
+        raise wrong_file(path, nbytes, facts.st_size)
 
     def _path(self, file: int) -> Path:
         return self._folder / self._files[file][0]

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from mpimesh.arguments import size_text
 from mpimesh.errors import TraceError
 
 __all__ = [
@@ -424,7 +425,7 @@ def curves_svg(
         for power in range(math.ceil(low_x), math.floor(high_x) + 1, 6):
             x = to_x(2.0**power)
             body.append(line(x, top, x, bottom + 4))
-            label = _bytes_text(2**power)
+            label = size_text(2**power)
             body.append(text(x, bottom + 18, label, size=11, anchor="middle", fill=MUTED))
         for curve_name, curve in curves.items():
             colour = _COLOURS[names.index(curve_name) % len(_COLOURS)]
@@ -449,10 +450,3 @@ def _curve_names(names: Sequence[str]) -> list[str]:
         parts.append(text(x + 28, 84, name, size=12))
         x += 28 + text_width(name, 12) + 20
     return parts
-
-
-def _bytes_text(nbytes: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes // size} {unit}"
-    return f"{nbytes} B"

@@ -67,9 +67,12 @@ def in_core() -> dict[str, Any]:
 
 def code_of(thing: Any) -> Callable[..., Any] | None:
     """Return the function behind a public thing; none for a class without `__init__`."""
+    code: Callable[..., Any] | None = thing
     if inspect.isclass(thing):
-        return vars(thing).get("__init__")
-    return inspect.unwrap(thing.fget if isinstance(thing, property) else thing)
+        code = vars(thing).get("__init__")
+    elif isinstance(thing, property):
+        code = thing.fget
+    return None if code is None else inspect.unwrap(code)
 
 
 def texts_for(path: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ class Asks(nn.Module):
         super().__init__()
         self.stack: list[str] = []
 
-    def forward(self, x: np.ndarray, ctx: nn.Context) -> np.ndarray:
+    def forward(self, x: Any, ctx: nn.Context | None = None) -> Any:
         self.stack = pytest_plugin._stack(sys._getframe())
         return x
 

@@ -42,6 +42,25 @@ def run(
     return on_ranks(f"dp={ranks}", main)
 
 
+def test_a_folder_that_cannot_be_listed_is_an_error_on_all_ranks(tmp_path):
+    """Only the first rank lists it; the other one must not wait for what does not come."""
+
+    def main(mesh: mm.DeviceMesh) -> str:
+        with mm.Checkpoints(tmp_path / "run", mesh) as checkpoints:
+            mesh.group().barrier()
+            if mesh.rank == 0:
+                (tmp_path / "run").rmdir()
+                (tmp_path / "run").write_text("a file")
+            with raises(
+                StoreError, "cannot load from", tmp_path / "run", "Not a directory"
+            ) as error:
+                checkpoints.load()
+            return str(error.value)
+
+    first, second = on_ranks("dp=2", main)
+    assert first == second
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_the_last_ones_are_kept(tmp_path, wait):
     folder = tmp_path / "run"
