@@ -26,6 +26,7 @@ __all__ = [
     "as_shape",
     "as_time",
     "check_kind",
+    "counted",
     "digest_bits",
     "digest_text",
     "is_real",
@@ -436,6 +437,11 @@ def _run_text(run: range) -> str:
     if len(run) == 1:
         return str(run[0])
     return f"{run[0]}-{run[-1]}" + (f":{run.step}" if run.step > 1 else "")
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """Return a number of things, ``1 rank`` or ``2 ranks``."""
+    return f"{number:,} {noun}{plural * (number != 1)}"
 
 
 def size_text(nbytes: float) -> str:

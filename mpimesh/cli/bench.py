@@ -20,12 +20,11 @@ import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
-from mpimesh.arguments import size_text
+from mpimesh.arguments import counted, size_text
 from mpimesh.cli.console import (
     InputError,
     check_file,
     check_picture,
-    counted,
     print_page,
     table,
     write_picture,

@@ -14,8 +14,8 @@ from rich.console import RenderableType
 from rich.progress import DownloadColumn, TransferSpeedColumn
 from rich.text import Text
 
-from mpimesh.arguments import shown, size_text
-from mpimesh.cli.console import counted, print_page, progress_bar, table
+from mpimesh.arguments import counted, shown, size_text
+from mpimesh.cli.console import print_page, progress_bar, table
 from mpimesh.errors import DamagedError, DTypeError, MpimeshError, StoreError
 from mpimesh.layout.boxes import extent, tiles
 from mpimesh.store.files import PART, replaced, write_at

@@ -17,7 +17,6 @@ __all__ = [
     "InputError",
     "check_file",
     "check_picture",
-    "counted",
     "print_page",
     "progress_bar",
     "rate_text",
@@ -47,11 +46,6 @@ def seconds_text(seconds: float) -> str:
     if not seconds:
         return ""
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
-
-
-def counted(number: int, noun: str, plural: str = "s") -> str:
-    """Write ``1 rank`` or ``2 ranks``."""
-    return f"{number:,} {noun}{plural * (number != 1)}"
 
 
 # -- pages ----------------------------------------------------------------------------------------

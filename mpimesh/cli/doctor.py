@@ -17,8 +17,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mpimesh.arguments import rank_names, ranks_text, size_text
-from mpimesh.cli.console import counted, print_page, rate_text, seconds_text
+from mpimesh.arguments import counted, rank_names, ranks_text, size_text
+from mpimesh.cli.console import print_page, rate_text, seconds_text
 from mpimesh.cli.examine import examine
 from mpimesh.cli.facts import (
     SHM,

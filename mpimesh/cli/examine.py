@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpimesh.cli.console import counted
+from mpimesh.arguments import counted
 from mpimesh.cli.facts import (
     Capability,
     Cuda,

@@ -16,12 +16,11 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from mpimesh.arguments import ranks_text, size_text
+from mpimesh.arguments import counted, ranks_text, size_text
 from mpimesh.cli.console import (
     InputError,
     check_file,
     check_picture,
-    counted,
     print_page,
     table,
     write_picture,

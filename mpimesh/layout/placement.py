@@ -8,7 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol, SupportsIndex, TypeAlias, get_args, overload
 
-from mpimesh.arguments import OpLike, OpName, ReduceOp, as_int, as_items, as_reduce_op, shown
+from mpimesh.arguments import (
+    OpLike,
+    OpName,
+    ReduceOp,
+    as_int,
+    as_items,
+    as_reduce_op,
+    counted,
+    shown,
+)
 from mpimesh.errors import LayoutError, ReduceOpError, UnknownNameError
 from mpimesh.layout.boxes import even_sizes
 
@@ -274,8 +283,8 @@ class Placement(Sequence[PlacementSpec]):
             raise LayoutError(f"placements cannot be {shown(placements)}; {_GRAMMAR}")
         if len(placement) != len(dim_names):
             raise LayoutError(
-                f"placement {str(placement)!r} has {_many(len(placement), 'spec')}, but the mesh "
-                f"has {_many(len(dim_names), 'dim')} ({', '.join(dim_names)}); {_GRAMMAR}"
+                f"placement {str(placement)!r} has {counted(len(placement), 'spec')}, but the mesh "
+                f"has {counted(len(dim_names), 'dim')} ({', '.join(dim_names)}); {_GRAMMAR}"
             )
         return placement
 
@@ -351,7 +360,3 @@ def _in_order(
                 f"a placement names dim {name!r}, but the mesh has {', '.join(dim_names) or 'none'}"
             )
     return [specs.get(name, Replicate()) for name in dim_names]
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, get_type_hints, overload
 
-from mpimesh.arguments import as_int, rank_names, shown
+from mpimesh.arguments import as_int, rank_names, ranks_of, ranks_text, shown
 from mpimesh.errors import MeshError, RankError
 from mpimesh.mesh.topology import GroupSpec
 
@@ -180,27 +180,11 @@ def pick_device(devices: Sequence[Device], local_rank: int) -> Device:
     return devices[local_rank % len(devices)] if instance is None else instance
 
 
-_OPTIONAL_TEXT = (str, type(None))
-_OPTIONAL_INT = (int, type(None))
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "id": int,
-    "name": str,
-    "backend": DeviceBackend,
-    "memory_mb": int,
-    "compute_units": int,
-    "pci_bus_id": _OPTIONAL_TEXT,
-    "partition_id": _OPTIONAL_TEXT,
-    "driver_version": _OPTIONAL_TEXT,
-    "cuda_version": _OPTIONAL_TEXT,
-    "compute_capability": _OPTIONAL_TEXT,
-    "utilization_gpu_pct": _OPTIONAL_INT,
-    "temperature_c": _OPTIONAL_INT,
-    "supports_fp16": bool,
-    "supports_int8": bool,
-}
+_KINDS = get_type_hints(Device)
+_CPUS = "cpus:"
 
 
-def _check(field: str, kind: type | tuple[type, ...], value: object) -> None:
+def _check(field: str, kind: Any, value: object) -> None:
     wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
     least = None if field == "temperature_c" else 0
     if wrong or (least is not None and isinstance(value, int) and value < least):
@@ -208,28 +192,15 @@ def _check(field: str, kind: type | tuple[type, ...], value: object) -> None:
 
 
 def cpus_text(cpus: Iterable[int]) -> str:
-    """Write CPU numbers as the kernel does, ``cpus:0-3,8``."""
-    runs: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if runs and cpu == runs[-1][1] + 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return "cpus:" + ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    """Write CPU numbers as ``cpus:0-3,8``."""
+    return _CPUS + ranks_text(sorted(cpus))
 
 
 def cpus_of_text(text: str | None) -> frozenset[int] | None:
-    """Read what :func:`cpus_text` writes; None for any other text."""
-    if text is None or not text.startswith("cpus:"):
+    """Read what :func:`cpus_text` writes; None for a text that names none."""
+    if text is None or not text.startswith(_CPUS):
         return None
-    cpus: set[int] = set()
-    try:
-        for run in text[len("cpus:") :].split(","):
-            first, _, last = run.partition("-")
-            cpus.update(range(int(first), int(last or first) + 1))
-    except ValueError:
-        return None
-    return frozenset(cpus)
+    return frozenset(ranks_of(text.removeprefix(_CPUS))) or None
 
 
 # -- the devices of all ranks ----------------------------------------------------------------------

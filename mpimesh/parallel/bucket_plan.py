@@ -20,7 +20,7 @@ from types import ModuleType
 
 import numpy as np
 
-from mpimesh.arguments import as_real
+from mpimesh.arguments import as_real, counted
 from mpimesh.errors import ModuleError
 from mpimesh.parallel.bucket import shard_sizes
 from mpimesh.runtime import DeviceMesh, ProcessGroup
@@ -313,17 +313,13 @@ class BucketTuning:
             rate = f" and its bytes at {reduction.bytes_per_s / 1e9:.3g} GB/s"
         hidden = 1.0 - reduction.busy
         return (
-            f"{_counted(self.buckets)}, before {_counted(self.before)}: gradients are summed "
-            f"{1e3 * self.end_s:.3g} ms after the first one came, before "
+            f"{counted(self.buckets, 'bucket')}, before {counted(self.before, 'bucket')}: "
+            f"gradients are summed {1e3 * self.end_s:.3g} ms after the first one came, before "
             f"{1e3 * self.before_end_s:.3g} ms; the last one came after "
             f"{1e3 * self.last_ready_s:.3g} ms. A sum takes "
             f"{1e6 * reduction.latency_s:.3g} us{rate}; computing "
             f"hides {f'{hidden:.0%}' if hidden >= 0.005 else 'none'} of it"
         )
-
-
-def _counted(buckets: int) -> str:
-    return f"{buckets} bucket{'s' if buckets != 1 else ''}"
 
 
 def tuned_plan(

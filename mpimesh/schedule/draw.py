@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from mpimesh.arguments import as_int, check_kind, shown
+from mpimesh.arguments import as_int, check_kind, counted, shown
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule.schedule import Action, ActionKind
 from mpimesh.schedule.simulate import Timetable
@@ -345,13 +345,9 @@ def _bars(table: Timetable, rank: int) -> list[_Bar]:
 def _title(table: Timetable) -> str:
     schedule = table.schedule
     stages, ranks = schedule.num_stages, schedule.num_ranks
-    on_ranks = "" if stages == ranks else f" on {_count(ranks, 'rank')}"
-    microbatches = _count(schedule.num_microbatches, "microbatch", "es")
-    return f"{schedule.name}: {_count(stages, 'stage')}{on_ranks}, {microbatches}"
-
-
-def _count(number: int, what: str, ending: str = "s") -> str:
-    return f"{number:,} {what}{'' if number == 1 else ending}"
+    on_ranks = "" if stages == ranks else f" on {counted(ranks, 'rank')}"
+    microbatches = counted(schedule.num_microbatches, "microbatch", "es")
+    return f"{schedule.name}: {counted(stages, 'stage')}{on_ranks}, {microbatches}"
 
 
 def _summary(tables: Mapping[str, Timetable]) -> str:
