@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from mpimesh.layout.op_rules import (
     einsum_pattern,
     matmul_pattern,
 )
+from mpimesh.runtime.operands import MissingAxisError, normal_axis
 
 __all__: list[str] = []
 
@@ -97,13 +99,14 @@ def tensordot(a: Any, b: Any, axes: Any = 2) -> DTensor:
     """
     a, b = plain(a), plain(b)
     first, second = shape_of(a), shape_of(b)
-    if isinstance(axes, int):
-        if not 0 <= axes <= min(len(first), len(second)):
-            raise ShapeError.everywhere(
-                f"tensordot over {axes} axes needs arrays of as many: {first}, {second}"
+    if not isinstance(axes, Iterable):
+        count = index(axes)
+        if not 0 <= count <= min(len(first), len(second)):
+            raise MissingAxisError.everywhere(
+                f"tensordot over {count} axes needs arrays of as many: {first}, {second}"
             )
-        left = tuple(range(len(first) - axes, len(first)))
-        right = tuple(range(axes))
+        left = tuple(range(len(first) - count, len(first)))
+        right = tuple(range(count))
     else:
         left, right = (
             axes_of(one, len(shape), "axes")
@@ -191,7 +194,7 @@ def _gufunc(
     def do(a: Any, b: Any, /, out: Any = None, **kwargs: Any) -> DTensor:
         if "axis" in kwargs and function.__name__ == "vecdot":
             axis = kwargs.pop("axis")
-            kwargs["axes"] = [axis, axis]
+            kwargs["axes"] = [normal_axis(axis, np.ndim(one)) for one in (a, b)]
         if kwargs.get("axes") is not None:
             return _with_axes(function, a, b, rows, output, out, kwargs)
         kwargs.pop("axes", None)

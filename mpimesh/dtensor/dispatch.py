@@ -135,10 +135,6 @@ REFUSED: dict[str, str] = {
     "numpy.busday_offset": _DAYS,
     "numpy.datetime_as_string": _DAYS,
     "numpy.is_busday": _DAYS,
-    "numpy.linalg.lstsq": (
-        "of a tall matrix that is split by rows take q, r = np.linalg.qr(a), and "
-        f"np.linalg.solve(r, q.T @ b); or {ADVICE}"
-    ),
     "numpy.linalg.tensorinv": ADVICE,
     "numpy.linalg.tensorsolve": ADVICE,
     "numpy.may_share_memory": _MEMORY,

@@ -12,7 +12,7 @@ or fewer lines than ranks, is brought whole to all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -23,7 +23,7 @@ from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.joining import roll
 from mpimesh.dtensor.methods import reduced
-from mpimesh.dtensor.run import implements_by_name, moved_to
+from mpimesh.dtensor.run import implements_by_name, moved_to, row_of
 from mpimesh.errors import AxisError, ShapeError
 from mpimesh.layout import Placement, Shard
 from mpimesh.layout.axis_rules import lines_placement, unsplit
@@ -201,7 +201,7 @@ _several((np.fft.irfft2, np.fft.irfftn), np.fft.ifft, np.fft.irfft)
 def _shift(function: Callable[..., Any], sign: int) -> None:
     @implements(function)
     def do(x: Any, axes: Any = None) -> DTensor:
-        rows = range(x.ndim) if axes is None else axes if isinstance(axes, Iterable) else (axes,)
+        rows = range(x.ndim) if axes is None else row_of(axes)
         every = [normal_axis(axis, x.ndim, "axes") for axis in rows]  # also one twice
         half = [x.shape[axis] // 2 if sign > 0 else -(x.shape[axis] // 2) for axis in every]
         return roll(x, half, every)

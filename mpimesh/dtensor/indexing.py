@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import getitem, index
+from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from mpimesh.dtensor.run import (
     axes_of,
     implements_by_name,
     moved_to,
+    row_of,
     whole_key,
 )
 from mpimesh.errors import IndexOutOfRangeError, LayoutError, NoRuleError, ShapeError
@@ -402,9 +403,8 @@ def trim_zeros(filt: Any, trim: str = "fb", axis: Any = None) -> DTensor:
 @implements(np.apply_over_axes)
 def apply_over_axes(func: Any, a: Any, axes: Any) -> Any:
     """Call a reduction over one axis after the other, which stay with length 1."""
-    rows = axes if hasattr(axes, "__iter__") else (index(axes),)
     found = a
-    for axis in rows:
+    for axis in row_of(axes):
         which = normal_axis(axis, max(a.ndim, 1))
         made = func(found, which)
         if made.ndim not in (a.ndim, a.ndim - 1):

@@ -33,6 +33,7 @@ from mpimesh.dtensor.run import (
     implements_by_name,
     moved_to,
     operand_of,
+    row_of,
     store,
     whole_key,
 )
@@ -226,7 +227,10 @@ def fliplr(m: Any) -> DTensor:
 @implements(np.rot90)
 def rot90(m: DTensor, k: int = 1, axes: Any = (0, 1)) -> DTensor:
     """Turn by `k` quarters in the plane of two axes."""
-    first, second = axes_of(axes, m.ndim, "axes")
+    plane = tuple(axes)
+    if len(plane) != 2:
+        raise ShapeError(f"np.rot90 turns in the plane of two axes, got {axes!r}")
+    first, second = axes_of(plane, m.ndim, "axes")
     quarters = k % 4
     if quarters == 0:
         return m.copy()
@@ -241,10 +245,9 @@ def rot90(m: DTensor, k: int = 1, axes: Any = (0, 1)) -> DTensor:
 def roll(a: Any, shift: Any, axis: Any = None) -> DTensor:
     """Shift elements around axes. Collective, if one is split; it stays split as it is."""
     if axis is None:
-        total = sum(map(index, shift)) if hasattr(shift, "__iter__") else index(shift)
-        return reshape(roll(ravel(a), total, 0), a.shape)
-    axes = [normal_axis(one, a.ndim) for one in (axis if hasattr(axis, "__iter__") else (axis,))]
-    shifts = [index(one) for one in (shift if hasattr(shift, "__iter__") else (shift,))]
+        return reshape(roll(ravel(a), sum(map(index, row_of(shift))), 0), a.shape)
+    axes = [normal_axis(one, a.ndim) for one in row_of(axis)]
+    shifts = [index(one) for one in row_of(shift)]
     try:
         rows = np.broadcast(axes, shifts)
     except ValueError:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.linalg import LinAlgError
 
 from mpimesh.dtensor.consistency import raise_together
-from mpimesh.dtensor.contract import matmul, outer, tensordot
+from mpimesh.dtensor.contract import dot, matmul, outer, tensordot
 from mpimesh.dtensor.dispatch import implements, may_gather, name_of, sure_rule_of
-from mpimesh.dtensor.dtensor import DTensor, gathered
+from mpimesh.dtensor.dtensor import DTensor, are_whole, gathered
 from mpimesh.dtensor.elementwise import call
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.reduce import reduce, reduce_blocks
@@ -26,6 +27,7 @@ from mpimesh.dtensor.reshape import expand_dims, moveaxis, reshape, row_along, s
 from mpimesh.dtensor.run import (
     Work,
     are_in_reach,
+    as_tensor,
     as_tensors,
     axes_of,
     implements_by_name,
@@ -65,7 +67,7 @@ def norm(x: DTensor, ord: Any = None, axis: Any = None, keepdims: bool = False) 
     Raises:
         ShapeError: If there is no such norm of so many axes.
     """
-    axes = tuple(range(x.ndim)) if axis is None else axes_of(axis, x.ndim)
+    axes = tuple(range(x.ndim)) if axis is None else axes_of(axis, x.ndim, lists=False)
     if axis is not None and len(axes) not in (1, 2):
         raise ShapeError.everywhere(f"a norm is over one axis or two, got {axis}")
     if x.dtype.kind not in "fc":
@@ -91,15 +93,20 @@ def norm(x: DTensor, ord: Any = None, axis: Any = None, keepdims: bool = False) 
 
 
 def _root_of_squares(x: DTensor, axes: tuple[int, ...], keepdims: bool) -> DTensor:
+    made: DTensor = call(np.sqrt, (_squares(x, axes, keepdims),))
+    return made
+
+
+def _squares(x: DTensor, axes: tuple[int, ...], keepdims: bool = False) -> DTensor:
+    """Return the sums of the squared sizes of elements along `axes`."""
+
     def work(here: Work) -> None:
         block = here.blocks[0]
         squares = block * block if block.dtype.kind != "c" else block.real**2 + block.imag**2
         np.add.reduce(squares, axis=axes, keepdims=keepdims, out=here.out[0])
 
     kind = np.zeros((), x.dtype).real.dtype
-    total = reduce_blocks(work, [x], tuple(sorted(axes)), "sum", kind, keepdims=keepdims, into=True)
-    made: DTensor = call(np.sqrt, (total,))
-    return made
+    return reduce_blocks(work, [x], tuple(sorted(axes)), "sum", kind, keepdims=keepdims, into=True)
 
 
 def _vector_norm(x: DTensor, order: float, axes: tuple[int, ...], keepdims: bool) -> DTensor:
@@ -194,30 +201,27 @@ for _name in (
     implements(_function)(partial(_of_matrices, _function))
 
 
-def _with_tolerance(function: Callable[..., Any], name: str) -> None:
-    """Register a function that takes a tolerance, called `name`: one for all matrices, or each."""
+def _by_tolerance(
+    function: Callable[..., Any], a: Any, limits: dict[str, Any], **options: Any
+) -> Any:
+    """Do a function that takes a tolerance: one for all matrices, or each."""
+    limits = {key: one for key, one in limits.items() if one is not None}
+    x, *rows = as_tensors([a, *limits.values()])
+    if x.ndim < 2 and function is np.linalg.matrix_rank:
+        return np.any(np.not_equal(x, 0)).astype(int)
 
-    @implements(function)
-    def do(a: Any, tolerance: Any = None, hermitian: bool = False, **options: Any) -> Any:
-        limits = {name: options.pop(name, tolerance), "rtol": options.pop("rtol", None)}
-        limits = {
-            key: one for key, one in limits.items() if one is not None and one is not np._NoValue
-        }
-        options["hermitian"] = hermitian
-        x, *rows = as_tensors([a, *limits.values()])
-        if x.ndim < 2 and function is np.linalg.matrix_rank:
-            return np.any(np.not_equal(x, 0)).astype(int)
+    def work(block: Any, *blocks: Any) -> Any:
+        return function(block, **dict(zip(limits, blocks, strict=True)), **options)
 
-        def work(block: Any, *blocks: Any) -> Any:
-            return function(block, **dict(zip(limits, blocks, strict=True)), **options)
-
-        cores = ["mn", *[""] * len(rows)]
-        found = _stacked(work_named(work, function), [x, *rows], cores, (), {})
-        return gathered(function, (x,), limits | options) if found is None else found[0]
+    cores = ["mn", *[""] * len(rows)]
+    found = _stacked(work_named(work, function), [x, *rows], cores, (), {})
+    return gathered(function, (x,), limits | options) if found is None else found[0]
 
 
-_with_tolerance(np.linalg.pinv, "rcond")
-_with_tolerance(np.linalg.matrix_rank, "tol")
+@implements(np.linalg.matrix_rank)
+def matrix_rank(A: Any, tol: Any = None, hermitian: bool = False, *, rtol: Any = None) -> Any:
+    """Return the ranks of matrices."""
+    return _by_tolerance(np.linalg.matrix_rank, A, {"tol": tol, "rtol": rtol}, hermitian=hermitian)
 
 
 def _eigen(function: Callable[..., Any]) -> None:
@@ -290,6 +294,8 @@ def svd(
     problem = "with full_matrices=False alone" if full_matrices and compute_uv else ""
     if not _is_split_and_tall(np.linalg.svd, a, problem):
         return _of_matrices(np.linalg.svd, a, hermitian=hermitian, **options)
+    if hermitian and a.shape[0] != a.shape[1]:
+        raise LinAlgError(f"a hermitian matrix is square, got shape {a.shape}")
     return _of_blocks(np.linalg.svd, a, with_rows=compute_uv, **options)
 
 
@@ -368,6 +374,87 @@ def _of_blocks(function: Callable[..., Any], x: DTensor, *, with_rows: bool, **o
     return type(made)(*found) if isinstance(made, tuple) else found[0]
 
 
+@implements(np.linalg.pinv)
+def pinv(a: Any, rcond: Any = None, hermitian: bool = False, *, rtol: Any = np._NoValue) -> Any:
+    """Return the pseudoinverses of matrices; of a tall split one as :func:`svd`, at its cost.
+
+    Its columns are split as the rows of `a`.
+
+    Raises:
+        ShapeError: If `rcond` and `rtol` are both there.
+    """
+    if rcond is not None and rtol is not np._NoValue:
+        raise ShapeError.everywhere("numpy.linalg.pinv takes rcond= or rtol=, not both")
+    limit = 1e-15 if rcond is None and rtol is np._NoValue else rtol if rcond is None else rcond
+    x = as_tensors([a, limit] if isinstance(limit, DTensor) else [a])[0]
+    if limit is None:
+        limit = max(x.shape[-2:]) * np.finfo(x.dtype).eps
+    if not _is_split_and_tall(np.linalg.pinv, x):
+        return _by_tolerance(np.linalg.pinv, x, {"rcond": limit}, hermitian=hermitian)
+    probe = np.ones(np.minimum(x.shape, 1), x.dtype)
+    columns, rows, _, _ = _inverted(x, limit, hermitian)
+    return matmul(columns, rows).astype(np.linalg.pinv(probe).dtype, copy=False)
+
+
+@implements(np.linalg.lstsq)
+def lstsq(a: Any, b: Any, rcond: Any = None) -> tuple[DTensor, DTensor, int, DTensor]:
+    """Solve least squares, of a tall matrix whose rows are split as :func:`svd`. Collective.
+
+    Args:
+        a: A tall matrix whose rows are split, or any that is whole.
+        b: A right-hand side, or one in each column.
+        rcond: Singular values up to `rcond` times the largest one count as 0.
+
+    Returns:
+        The solutions, the sums of the squared residuals, the rank, and the singular values.
+
+    Raises:
+        NoRuleError: If `a` is split in another way, and gathering is not allowed.
+        LinAlgError: If `a` is no matrix, or `b` has not as many rows.
+
+    Cost:
+        That of :func:`svd`, and an all-reduce of the solutions and of the sums.
+    """
+    x, y = as_tensors([a, b])
+    if x.ndim != 2 or y.ndim not in (1, 2) or x.shape[0] != y.shape[0]:
+        raise LinAlgError(
+            "numpy.linalg.lstsq takes a matrix and right-hand sides of as many rows, got shapes "
+            f"{x.shape} and {y.shape}"
+        )
+    if not are_whole(x) and not _is_split_and_tall(np.linalg.lstsq, x):
+        found: tuple[DTensor, DTensor, int, DTensor] = gathered(np.linalg.lstsq, (x, y, rcond), {})
+        return found
+    known = np.linalg.lstsq(np.ones((1, 1), x.dtype), np.ones(1, y.dtype))  # refuses some dtypes
+    kind, real = known[0].dtype, known[3].dtype
+    eps = np.finfo(float).eps
+    limit = max(x.shape) * eps if rcond is None else float(rcond)
+    # LAPACK takes the precision for a limit that says nothing.
+    columns, rows, s, used = _inverted(x, limit if 0 < limit < 1 else eps / 2)
+    sides = expand_dims(y, 1) if y.ndim == 1 else y
+    solution = reduced(matmul(columns, matmul(rows, sides)))
+    rank = int(np.count_nonzero(used))
+    if rank == x.shape[1] < x.shape[0]:
+        squares = reduced(_squares(call(np.subtract, (sides, matmul(x, solution))), (0,)))
+    else:
+        squares = as_tensor(np.empty(0), x.mesh)
+    solution = squeeze(solution, -1) if y.ndim == 1 else solution
+    return solution.astype(kind), squares.astype(real), rank, s.astype(real)
+
+
+def _inverted(
+    x: DTensor, limit: Any, hermitian: bool = False
+) -> tuple[DTensor, DTensor, DTensor, DTensor]:
+    """Return two factors of the pseudoinverse, the singular values, and which of them count.
+
+    As NumPy does, in double precision: of matrices of single precision, too.
+    """
+    exact = x.astype(np.result_type(x.dtype, float), copy=False)
+    u, s, vh = svd(exact, full_matrices=False, hermitian=hermitian)
+    used = s > limit * s[:1]
+    weights = np.where(used, 1 / np.where(used, s, 1), 0)
+    return np.conj(vh.T) * weights, np.conj(u.T), s, used
+
+
 # -- two ---------------------------------------------------------------------------------------
 
 
@@ -395,9 +482,12 @@ def cross(
     x, y = as_tensors([a, b])
     if axis is not None:
         axisa = axisb = axisc = axis
-    x, y = moveaxis(x, axisa, -1), moveaxis(y, axisb, -1)
+    x = moveaxis(x, normal_axis(axisa, x.ndim, "axisa"), -1)
+    y = moveaxis(y, normal_axis(axisb, y.ndim, "axisb"), -1)
     (found,) = on_stacks(np.cross, [x, y], ["u", "v"])
-    return moveaxis(found, -1, axisc) if 3 in (x.shape[-1], y.shape[-1]) else found
+    if 3 not in (x.shape[-1], y.shape[-1]):
+        return found
+    return moveaxis(found, -1, normal_axis(axisc, found.ndim, "axisc"))
 
 
 # -- the same functions by other names ---------------------------------------------------------
@@ -435,7 +525,7 @@ def matrix_trace(x: Any, /, *, offset: int = 0, dtype: Any = None) -> DTensor:
 @implements(np.linalg.vecdot)
 def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> DTensor:
     """Return the products of vectors along an axis."""
-    x, y = (moveaxis(one, axis, -1) for one in as_tensors([x1, x2]))
+    x, y = (moveaxis(one, normal_axis(axis, one.ndim), -1) for one in as_tensors([x1, x2]))
     found: DTensor = sure_rule_of(np.vecdot)(x, y)
     return found
 
@@ -449,7 +539,7 @@ def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> DTens
 @implements(np.linalg.vector_norm)
 def vector_norm(x: Any, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> DTensor:  # noqa: A002
     """Return the norms of vectors: of all elements, or along one axis or several."""
-    axes = tuple(range(x.ndim)) if axis is None else axes_of(axis, x.ndim)
+    axes = tuple(range(x.ndim)) if axis is None else axes_of(axis, x.ndim, lists=False)
     rest = [one for one in range(x.ndim) if one not in axes]
     turned = moveaxis(x, axes, range(x.ndim - len(axes), x.ndim))
     row = reshape(turned, (*(x.shape[one] for one in rest), -1 if x.size else 0))
@@ -463,15 +553,27 @@ def vector_norm(x: Any, /, *, axis: Any = None, keepdims: bool = False, ord: Any
 def multi_dot(arrays: Any) -> DTensor:
     """Return the product of a chain of matrices, in the order that takes the fewest steps.
 
-    Only the first and the last may be vectors.
+    Raises:
+        ShapeError: If there is one alone, or their lengths do not fit.
+        LinAlgError: If one of three or more is no matrix; the first and the last may be vectors.
     """
-    chain = list(arrays)
+    chain: list[Any] = as_tensors(arrays)
     if len(chain) < 2:
         raise ShapeError.everywhere(f"np.linalg.multi_dot takes 2 arrays or more, got {chain}")
-    sizes = [one.shape[0] for one in chain] + [chain[-1].shape[-1]]
-    if len(chain[0].shape) == 1:
+    if len(chain) == 2:  # of any shapes, as NumPy has it
+        return dot(*chain)
+    shapes = [one.shape for one in chain]
+    if {len(shapes[0]), len(shapes[-1])} - {1, 2} or {*map(len, shapes[1:-1])} != {2}:
+        raise LinAlgError(
+            "np.linalg.multi_dot takes matrices, of which the first and the last may be vectors, "
+            f"got shapes {shapes}"
+        )
+    if any(one[-1] != other[0] for one, other in pairwise(shapes)):
+        raise ShapeError.everywhere(f"a product of shapes {shapes} needs axes of one length")
+    sizes = [one[0] for one in shapes] + [shapes[-1][-1]]
+    if len(shapes[0]) == 1:
         sizes[0] = 1
-    if len(chain[-1].shape) == 1:
+    if len(shapes[-1]) == 1:
         sizes[-1] = 1
     best: dict[tuple[int, int], tuple[int, int]] = {}
     for first in reversed(range(len(chain))):

@@ -21,6 +21,7 @@ from mpimesh.errors import (
 )
 from mpimesh.layout import Partial, Replicate
 from mpimesh.layout.op_rules import broadcast_shape
+from mpimesh.runtime.operands import normal_axis
 
 __all__ = ["Methods", "reduced"]
 
@@ -152,7 +153,9 @@ class Methods(NDArrayOperatorsMixin):
 
     def sort(self, axis: Any = -1, **options: Any) -> None:
         """Sort in place, as :meth:`numpy.ndarray.sort`."""
-        self._fill_with(self._call(np.sort, self, axis=axis, **options))
+        me: Any = self
+        which = normal_axis(axis, me.ndim)  # None is none
+        self._fill_with(self._call(np.sort, self, axis=which, **options))
 
     def take(self, indices: Any, axis: Any = None, **options: Any) -> Self:
         """See :func:`numpy.take`."""

@@ -28,6 +28,7 @@ from mpimesh.dtensor.run import (
 from mpimesh.errors import ShapeError
 from mpimesh.layout import Layout, Partial, PlacementSpec, Replicate, Shard
 from mpimesh.layout.op_rules import Linearity, broadcast_shape, reduced_shape, reduction_pattern
+from mpimesh.runtime.operands import normal_axis
 
 __all__ = ["mean", "reduce", "reduce_blocks", "reduced_axes", "strict_axes"]
 
@@ -51,22 +52,23 @@ def reduced_axes(axis: Any, ndim: int) -> tuple[int, ...]:
 
     Raises:
         AxisError: If the array does not have one, or it is named twice.
+        AxisTypeError: If it is neither a whole number nor a tuple of some.
     """
     if axis is None:
         return tuple(range(ndim))
     if ndim == 0 and axis in (0, -1):
         return ()
-    return tuple(sorted(axes_of(axis, ndim)))
+    return tuple(sorted(axes_of(axis, ndim, lists=False)))
 
 
-def strict_axes(axis: Any, ndim: int, where: Any = True) -> tuple[int, ...]:
+def strict_axes(axis: Any, ndim: int, where: Any = True, *, lists: bool = False) -> tuple[int, ...]:
     """Return the axes, of which an array without axes has none, unlike in sums and the like.
 
     With `where`, NumPy counts by a sum.
     """
-    if where is not True:
-        return reduced_axes(axis, ndim)
-    return reduced_axes(axis if axis is None else axes_of(axis, ndim), ndim)
+    if axis is not None and where is True:
+        axis = axes_of(axis, ndim, lists=lists)
+    return reduced_axes(axis, ndim)
 
 
 def reduce_blocks(
@@ -258,9 +260,8 @@ def _argument(function: Callable[..., Any], op: str) -> None:
 
     @implements_by_name(function)
     def search(a: DTensor, axis: Any = None, *, keepdims: bool = False) -> DTensor:
-        axes = reduced_axes(axis, a.ndim)
-        if axis is not None and len(axes) != min(a.ndim, 1):
-            raise TypeError(f"np.{function.__name__} takes one axis or None, got {axis!r}")
+        place = axis if axis is None else normal_axis(axis, max(a.ndim, 1))
+        axes = reduced_axes(place, a.ndim)
         if 0 in (a.shape[one] for one in axes):
             raise ShapeError.everywhere(
                 f"np.{function.__name__} of no elements: shape {a.shape}, axis {axis}"

@@ -23,7 +23,7 @@ from mpimesh.errors import AxisError, NoRuleError, ShapeError
 from mpimesh.layout import Layout, Tiling
 from mpimesh.layout.axis_rules import full_shape, renumbered, reshaped_placement, unsplit
 from mpimesh.layout.tiling import places_of
-from mpimesh.runtime.operands import normal_axis
+from mpimesh.runtime.operands import MissingAxisError, normal_axis
 
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers
@@ -97,7 +97,7 @@ def rollaxis(a: Any, axis: Any, start: Any = 0) -> DTensor:
     """Move an axis before the one that is at `start`."""
     which = normal_axis(axis, a.ndim)
     if not -a.ndim <= start <= a.ndim:
-        raise AxisError(f"start {start} is out of bounds for an array of {a.ndim} axes")
+        raise MissingAxisError(f"start {start} is out of bounds for an array of {a.ndim} axes")
     place = start + a.ndim if start < 0 else start
     order = [one for one in range(a.ndim) if one != which]
     order.insert(place - (which < place), which)
@@ -107,8 +107,9 @@ def rollaxis(a: Any, axis: Any, start: Any = 0) -> DTensor:
 @implements(np.expand_dims)
 def expand_dims(a: Any, axis: Any) -> DTensor:
     """Put in axes of length 1."""
-    count = len(axis) if isinstance(axis, tuple | list) else 1
-    new = axes_of(axis, a.ndim + count)
+    rows = axis if isinstance(axis, tuple | list) else (axis,)
+    count = len(rows)
+    new = axes_of(rows, a.ndim + count)
     old = [place for place in range(a.ndim + count) if place not in new]
     layout = Layout(a.mesh, renumbered(a.placement, dict(enumerate(old))))
     shape = [1] * (a.ndim + count)
@@ -124,7 +125,7 @@ def squeeze(a: Any, axis: Any = None) -> DTensor:
     if axis is None:
         gone = tuple(one for one, length in enumerate(a.shape) if length == 1)
     else:
-        gone = axes_of(axis, a.ndim) if a.ndim or axis not in (0, -1) else ()
+        gone = axes_of(axis, a.ndim, lists=False) if a.ndim or axis not in (0, -1) else ()
     long = [one for one in gone if a.shape[one] != 1]
     if long:
         raise ShapeError(

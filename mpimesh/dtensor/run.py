@@ -16,7 +16,14 @@ from mpimesh.dtensor.dispatch import implements, name_of
 from mpimesh.dtensor.dtensor import DTensor, are_whole, common_mesh
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.redistribute import moves_between_ranks
-from mpimesh.errors import AxisError, DTypeError, LayoutError, NoRuleError, ShapeError
+from mpimesh.errors import (
+    AxisError,
+    AxisTypeError,
+    DTypeError,
+    LayoutError,
+    NoRuleError,
+    ShapeError,
+)
 from mpimesh.layout import (
     Box,
     Layout,
@@ -56,6 +63,7 @@ __all__ = [
     "on_stacks",
     "operand_of",
     "reduced_anywhere",
+    "row_of",
     "run",
     "shape_of",
     "store",
@@ -101,17 +109,31 @@ def _by_name(function: Callable[..., Any], rule: Callable[..., Any]) -> Callable
     return do
 
 
-def axes_of(axes: Any, ndim: int, what: str = "axis") -> tuple[int, ...]:
+def axes_of(axes: Any, ndim: int, what: str = "axis", *, lists: bool = True) -> tuple[int, ...]:
     """Return one axis or several, counted from 0.
+
+    Args:
+        axes: The axis, or some.
+        ndim: How many the array has.
+        what: The name of the argument, for messages.
+        lists: Whether it may be another sequence than a tuple.
 
     Raises:
         AxisError: If there is no such axis, or one is named twice.
+        AxisTypeError: If one is no whole number, or they are another sequence.
     """
-    rows = tuple(axes) if isinstance(axes, Iterable) else (axes,)
+    if not lists and (isinstance(axes, list) or getattr(axes, "ndim", 0)):
+        raise AxisTypeError(f"{what} must be a whole number or a tuple, got {axes!r}")
+    rows = row_of(axes)
     found = tuple(normal_axis(one, ndim, what) for one in rows)
     if len(set(found)) != len(found):
         raise AxisError(f"{what} names an axis twice: {rows}")
     return found
+
+
+def row_of(x: Any) -> tuple[Any, ...]:
+    """Return the items of a sequence; of a number, or an array without axes, itself alone."""
+    return tuple(x) if isinstance(x, Iterable) and getattr(x, "ndim", 1) else (x,)
 
 
 def as_tensor(x: Any, mesh: DeviceMesh) -> DTensor:

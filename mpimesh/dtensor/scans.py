@@ -61,12 +61,12 @@ def _scan(ufunc: np.ufunc, a: DTensor, axis: Any, dtype: Any, first: Any = None)
         values = x.local if first is None else first(x.local)
         block = x.mesh.shared_empty(values.shape, kind)
         name(values, which, dtype=dtype, out=block)
-        total = np.full_like(block, ufunc.identity, shape=_with(block.shape, which, 1))
+        total = np.zeros(_with(block.shape, which, 1), kind)
         if block.shape[which]:
             total[...] = block[(*(slice(None),) * which, slice(-1, None))]
     if dims:
         before = _of_blocks_before(ufunc, x, which, total)
-        if block is not None:
+        if before is not None:
             ufunc(block, before, out=block)
     return DTensor(x.mesh, x.layout, x.shape, kind, block)
 
@@ -74,19 +74,24 @@ def _scan(ufunc: np.ufunc, a: DTensor, axis: Any, dtype: Any, first: Any = None)
 def _of_blocks_before(
     ufunc: np.ufunc, x: DTensor, axis: int, total: HostArray | None
 ) -> HostArray | None:
-    """Return the sum of the totals of all blocks of a line before this rank's. Collective."""
-    tiling = x.layout.tiling(x.shape)
-    parts = len(tiling.bounds[axis]) - 1
+    """Return the sum of the totals of all blocks of a line before this rank's. Collective.
+
+    None where there are no elements before: a sum with 0, or a product with 1, may differ from the
+    other operand, in the sign of 0 or in an infinite complex number.
+    """
+    lengths = np.diff(x.layout.tiling(x.shape).bounds[axis])
     # One element of each block, in an array that is split as x is.
     specs = [Shard(axis) if isinstance(s, Shard) and s.axis == axis else s for s in x.placement]
-    shape = _with(x.shape, axis, parts)
+    shape = _with(x.shape, axis, len(lengths))
     kind = np.dtype(float) if total is None else total.dtype
     totals = DTensor(x.mesh, Layout(x.mesh, Placement(specs)), shape, kind, total)
     if total is None:
         return None
     every = totals.redistribute(unsplit(totals.placement, {axis})).local
-    place = totals.global_offset[axis]
-    line: HostArray = every[(*(slice(None),) * axis, slice(0, place))]
+    filled = np.flatnonzero(lengths[: totals.global_offset[axis]])
+    if not filled.size:
+        return None
+    line: HostArray = every.take(filled, axis)
     found: HostArray = ufunc.reduce(line, axis, dtype=kind.type, keepdims=True)
     return found
 
@@ -114,7 +119,11 @@ def cumsum(a: Any, axis: Any = None, dtype: Any = None) -> DTensor:
 
 @implements_by_name(np.cumprod)
 def cumprod(a: Any, axis: Any = None, dtype: Any = None) -> DTensor:
-    """Return the products of all elements up to each one. Collective, if the axis is split."""
+    """Return the products of all elements up to each one. Collective, if the axis is split.
+
+    Along a split axis, block by block: after an infinite complex number, what is NaN depends on
+    the order, as ``(inf + 0j) * 1j`` is ``nan + infj``.
+    """
     return _scan(np.multiply, a, axis, dtype)
 
 
@@ -334,7 +343,7 @@ def ediff1d(ary: Any, to_end: Any = None, to_begin: Any = None) -> DTensor:
 def trapezoid(y: Any, x: Any = None, dx: Any = 1.0, axis: int = -1) -> Any:
     """Return the integral along an axis by the trapezoidal rule; of a split one it is in parts."""
     (values, *places), width = as_tensors([y] if x is None else [y, x]), dx
-    values = moveaxis(values, axis, -1)
+    values = moveaxis(values, normal_axis(axis, values.ndim), -1)
     if places:
         (row,) = places
         width = diff(row if row.ndim == 1 else moveaxis(row, axis, -1))

@@ -196,7 +196,7 @@ def take_along_axis(arr: Any, indices: Any, axis: Any = -1) -> DTensor:
     """
     x, rows = map(reduced, as_tensors([arr, indices]))
     if axis is None:
-        x, rows, axis = ravel(x), ravel(rows), 0
+        x, axis = ravel(x), 0
     which = normal_axis(axis, x.ndim)
     if rows.ndim != x.ndim or rows.dtype.kind not in "iu":
         raise ShapeError(

@@ -120,7 +120,7 @@ def average(
         ZeroDivisionError: On every rank, if weights add up to nothing; without weights, if the
             result has no elements.
     """
-    axes = strict_axes(axis, len(shape_of(a)))
+    axes = strict_axes(axis, len(shape_of(a)), lists=True)
     if weights is None:
         made = mean(a, axes, keepdims=keepdims)
         if not made.size:
@@ -182,7 +182,7 @@ def _quantile(function: Callable[..., Any]) -> None:
             return as_tensor(none, a.mesh)
         probe = np.ones((1,) * a.ndim, a.dtype)
         kind = np.asarray(function(probe, levels, method=method)).dtype
-        axes = strict_axes(axis, a.ndim)
+        axes = strict_axes(axis, a.ndim, lists=True)
         operands, axis_weights = [a], None
         if weights is not None:
             weights = plain(weights if isinstance(weights, DTensor) else np.asarray(weights))
@@ -213,7 +213,7 @@ def _median(function: Callable[..., Any]) -> None:
     def do(
         a: DTensor, axis: Any = None, overwrite_input: bool = False, keepdims: bool = False
     ) -> DTensor:
-        axes = strict_axes(axis, a.ndim)
+        axes = strict_axes(axis, a.ndim, lists=True)
         kind = np.asarray(function(np.ones(1, a.dtype))).dtype
 
         def work(here: Work) -> Any:

@@ -22,7 +22,7 @@ from mpimesh.dtensor.run import (
     shape_of,
     whole_key,
 )
-from mpimesh.errors import NoRuleError, ShapeError
+from mpimesh.errors import DTypeError, NoRuleError, ShapeError
 from mpimesh.layout.op_rules import KEEP, Linearity, Pattern, broadcast_shape, elementwise_pattern
 
 __all__: list[str] = []
@@ -46,6 +46,7 @@ def histogram(
     Raises:
         NoRuleError: If `bins` is the name of a rule.
         ShapeError: If weights have another shape.
+        DTypeError: If weights are truth values, and `bins` are edges.
     """
     if isinstance(bins, str):
         raise NoRuleError.everywhere(f"give a number of bins or their edges, not a rule: {bins!r}")
@@ -58,6 +59,11 @@ def histogram(
         raise ShapeError.everywhere(
             f"weights of shape {shape_of(others[0])} for values of shape {shape_of(a)}"
         )
+    if others and others[0].dtype == bool and np.ndim(bins):
+        raise DTypeError.everywhere(
+            "np.histogram between edges adds up weights, and truth values are not added up: "
+            "take weights.astype(int)"
+        )
     if isinstance(bins, DTensor):
         bins = bins.full()
     if range is None and np.ndim(bins) == 0 and 0 not in shape_of(a):
@@ -66,7 +72,9 @@ def histogram(
     weighing: dict[str, Any] = {"weights": np.empty(0, others[0].dtype)} if others else {}
     counts, edges = np.histogram(none, bins, range, **weighing)
     letters = tuple(np.arange(len(shape_of(a))).tolist())
-    pattern = Pattern((letters,) * (1 + len(others)), (KEEP,), "sum")
+    # Weights that are truth values say, as NumPy has it, whether any in a bin is true.
+    op = "max" if counts.dtype == bool else "sum"
+    pattern = Pattern((letters,) * (1 + len(others)), (KEEP,), op)
 
     def work(here: Work) -> Any:
         one = {"weights": here.blocks[1]} if others else {}

@@ -153,6 +153,14 @@ def _matrices(d: Draw, rule: str) -> str:
     return f"{rule}({x}{d.options(p=['None', 1, repr('fro')]) if name == 'cond' else ''})"
 
 
+@cases("linalg.lstsq")
+def _least_squares(d: Draw, rule: str) -> str:
+    rows = d.pick(0, 1, 3, 5)
+    x = d.array((rows, d.pick(0, 1, 3)), "f", flavour="")
+    y = d.array((d.pick(rows, rows, rows, 2), *d.pick((), (2,))), "f", flavour="")
+    return f"{rule}({x}, {y}{d.options(rcond=[0.1])})"
+
+
 @cases("linalg.norm", "linalg.vector_norm", "linalg.matrix_norm")
 def _norms(d: Draw, rule: str) -> str:
     x = d.array()

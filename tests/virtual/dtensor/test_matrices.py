@@ -218,18 +218,65 @@ def test_the_cures_of_matrices_that_are_not_tall_by_rows():
     on("a=2", main)
 
 
-def test_the_cure_of_least_squares():
-    a, b = rough((9, 3), float), rough((9, 2), float, 1)
+@settings(max_examples=examples(12))
+@given(st.data())
+def test_least_squares_of_tall_matrices_whose_rows_are_split(data):
+    """Also of a lower rank, with no columns, no right-hand side, and of a matrix that is whole."""
+    columns, sides = (
+        data.draw(st.integers(0, 4)),
+        data.draw(st.sampled_from(((), (1,), (3,), (0,)))),
+    )
+    rows, ranks = columns + data.draw(st.integers(0, 9)), data.draw(st.sampled_from((1, 2, 3, 4)))
+    kinds = st.sampled_from(("f4", "f8", "c8", "c16", "i4"))
+    a, b = rough((rows, columns), data.draw(kinds)), rough((rows, *sides), data.draw(kinds), 1)
+    a[:, : data.draw(st.sampled_from((0, 0, 1, 2)))] = data.draw(st.sampled_from((0, 1)))
+    places = [data.draw(layouts(one.shape, ranks)) for one in (a, b)]
+    places[0] = places[0] if places[0][1:2] != "1" else "S0"
+    limit = data.draw(st.sampled_from((None, 1e-10, 0.3)))
+    expected, inverse = LINALG.lstsq(a, b, limit), LINALG.pinv(a, limit or 1e-12)
+    eps = max(np.finfo(one).eps for one in (expected[0].dtype, inverse.dtype))
 
     def main(mesh):
-        x, y = split(a, mesh, "S0"), split(b, mesh, "S0")
-        with pytest.raises(NoRuleError, match=r"np\.linalg\.solve\(r, q\.T @ b\)"):
-            LINALG.lstsq(x, y)
-        q, r = LINALG.qr(x)
-        found = LINALG.solve(r, q.T @ y)
-        np.testing.assert_allclose(found.full(), LINALG.lstsq(a, b)[0], atol=CLOSE)
+        x, y = (split(one, mesh, place) for one, place in zip((a, b), places, strict=True))
+        solution, squares, rank, values = LINALG.lstsq(x, y, limit)
+        turned = LINALG.pinv(x, limit or 1e-12)
+        assert rank == expected[2]
+        assert values.layout.is_replicated
+        assert x.placement != mm.Placement("S0") or turned.placement == mm.Placement("S1")
+        for found, other in (
+            (solution, expected[0]),
+            (squares, expected[1]),
+            (values, expected[3]),
+            (turned, inverse),
+        ):
+            assert (found.shape, found.dtype) == (other.shape, other.dtype)
+            close = 5e4 * eps * (1 + np.abs(other).max(initial=0.0))
+            np.testing.assert_allclose(found.full(), other, atol=close)
 
-    on("a=3", main)
+    on(f"a={ranks}", main)
+
+
+def test_what_least_squares_refuse():
+    tall, wide = rough((6, 2), float), rough((2, 6), float)
+
+    def main(mesh):
+        x = split(tall, mesh, "S0")
+        for a, b in ((x, tall[:4]), (x, tall[..., None]), (tall, x[:, 0, None, None]), (x[0], x)):
+            with pytest.raises(np.linalg.LinAlgError, match=r"as many rows, got shapes"):
+                LINALG.lstsq(a, b)
+        with pytest.raises(TypeError, match="float16"):
+            LINALG.lstsq(x.astype("f2"), tall.astype("f2"))
+        with pytest.raises(NoRuleError, match=r"lstsq.*wide.*x\.T\.redistribute\('a=S0'\)"):
+            LINALG.lstsq(split(wide, mesh, "S0"), np.ones(2))
+        with pytest.raises(ShapeError, match="not both"):
+            LINALG.pinv(x, 0.1, rtol=None)
+        with pytest.raises(np.linalg.LinAlgError, match="hermitian"):
+            LINALG.pinv(x, hermitian=True)
+        with mm.allow_gather():
+            found = LINALG.lstsq(split(wide, mesh, "S0"), np.ones(2))
+        np.testing.assert_allclose(found[0].full(), LINALG.lstsq(wide, np.ones(2))[0], atol=CLOSE)
+
+    on("a=2", main)
 
 
 def test_a_singular_matrix_on_one_rank_is_told_to_all():
@@ -272,6 +319,7 @@ def test_what_are_no_matrices():
     "text",
     [
         "np.linalg.pinv(x0, rtol=x1)",
+        "np.linalg.pinv(x0, rtol=None)",
         "np.linalg.pinv(x0, x1)",
         "np.linalg.pinv(x0, rcond=x1)",
         "np.linalg.matrix_rank(x0, tol=x1)",
