@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -122,7 +122,7 @@ def axes_of(axes: Any, ndim: int, what: str = "axis", *, lists: bool = True) -> 
         AxisError: If there is no such axis, or one is named twice.
         AxisTypeError: If one is no whole number, or they are another sequence.
     """
-    if not lists and (isinstance(axes, list) or getattr(axes, "ndim", 0)):
+    if not lists and (isinstance(axes, list) or getattr(axes, "shape", ()) != ()):
         raise AxisTypeError(f"{what} must be a whole number or a tuple, got {axes!r}")
     rows = row_of(axes)
     found = tuple(normal_axis(one, ndim, what) for one in rows)
@@ -133,7 +133,7 @@ def axes_of(axes: Any, ndim: int, what: str = "axis", *, lists: bool = True) -> 
 
 def row_of(x: Any) -> tuple[Any, ...]:
     """Return the items of a sequence; of a number, or an array without axes, itself alone."""
-    return tuple(x) if isinstance(x, Iterable) and getattr(x, "ndim", 1) else (x,)
+    return tuple(x) if isinstance(x, Iterable) and getattr(x, "shape", None) != () else (x,)
 
 
 def as_tensor(x: Any, mesh: DeviceMesh) -> DTensor:
@@ -220,16 +220,18 @@ def run(
     mesh = common_mesh(everything)
     split = next(one for one in everything if isinstance(one, DTensor))
     place = split.layout.mesh
-    whole = Placement([Replicate()] * place.ndim)
     known = tuple(
-        operand_of(one) if isinstance(one, DTensor) else Operand(shape_of(one), whole)
+        operand_of(one)
+        if isinstance(one, DTensor)
+        else Operand(shape_of(one), Placement([Replicate()] * place.ndim))
         for one in operands
     )
     shape = tuple(shape)
     kinds = [np.dtype(dtype) for dtype in dtypes]
+    itemsize = max(kind.itemsize for kind in kinds)
     goal = next((one.placement for one in outs if one is not None), None)
-    placed = _placed_rule(place, known, pattern, shape, max(kind.itemsize for kind in kinds), goal)
-    return _run_placed(function, operands, known, mesh, placed, shape, kinds, outs, into=into)
+    placed = _placed_rule(place, known, pattern, shape, itemsize, goal, mesh.rank)
+    return _run_placed(function, operands, mesh, placed, shape, kinds, outs, into=into)
 
 
 def apply_rule(
@@ -248,34 +250,72 @@ def apply_rule(
         shape: The result's global shape.
         dtype: The result's dtype.
     """
-    mesh = common_mesh(operands)
-    place = operands[0].layout.mesh
-    placed = tuple(Layout(place, to) for to in rule.inputs), Layout(place, rule.output)
+    mesh, shape = common_mesh(operands), tuple(shape)
+    placed = _placed(operands[0].layout.mesh, operands, rule, shape, mesh.rank)
     (result,) = _run_placed(
-        lambda here: function(*here.blocks), operands, operands, mesh, placed, tuple(shape), [dtype]
+        lambda here: function(*here.blocks), operands, mesh, placed, shape, [np.dtype(dtype)]
     )
     return result
+
+
+class _Placed(NamedTuple):
+    """The layouts of the operands and of the result of a rule, and what one rank has of them.
+
+    It has no boxes, and `local` is None, on a rank that the mesh leaves out.
+    """
+
+    inputs: tuple[Layout, ...]
+    boxes: tuple[Box, ...]
+    layout: Layout
+    local: tuple[int, ...] | None
+
+
+def _placed(
+    place: Mesh,
+    operands: Sequence[Operand | DTensor],
+    rule: OpRule,
+    shape: tuple[int, ...],
+    rank: int,
+) -> _Placed:
+    inputs = tuple(Layout(place, to) for to in rule.inputs)
+    layout = Layout(place, rule.output)
+    if not place.contains_rank(rank):
+        return _Placed(inputs, (), layout, None)
+    boxes = tuple(to.box(one.shape, rank) for one, to in zip(operands, inputs, strict=True))
+    return _Placed(inputs, boxes, layout, layout.local_shape(shape, rank))
+
+
+@lru_cache(maxsize=4096)
+def _placed_rule(
+    place: Mesh,
+    known: tuple[Operand, ...],
+    pattern: Pattern,
+    shape: tuple[int, ...],
+    itemsize: int,
+    goal: Placement | None,
+    rank: int,
+) -> _Placed:
+    """Return where the cheapest rule has its operands and result."""
+    rule = rule_for(place, known, pattern, shape, itemsize, goal)
+    return _placed(place, known, rule, shape, rank)
 
 
 def _run_placed(
     function: Callable[[Work], Any],
     operands: Sequence[Any],
-    known: Sequence[Operand | DTensor],
     mesh: DeviceMesh,
-    placed: tuple[tuple[Layout, ...], Layout],
+    placed: _Placed,
     shape: tuple[int, ...],
-    kinds: Sequence[Any],
+    kinds: Sequence[DType],
     outs: Sequence[DTensor | None] = (),
     *,
     into: bool = False,
 ) -> tuple[DTensor, ...]:
     """Bring operands to the layouts of a rule and work on their blocks; see :func:`run`."""
-    inputs, layout = placed
-    if not layout.mesh.contains_rank(mesh.rank):
+    inputs, boxes, layout, local = placed
+    if local is None:
         return tuple(DTensor(mesh, layout, shape, kind, None) for kind in kinds)
     blocks = _brought(operands, inputs, mesh.rank)
-    boxes = tuple(to.box(one.shape, mesh.rank) for one, to in zip(known, inputs, strict=True))
-    local = layout.local_shape(shape, mesh.rank)
     out: tuple[HostArray, ...] = ()
     if into:
         out = tuple(
@@ -288,25 +328,15 @@ def _run_placed(
     needed = "raise" in np.geterr().values()
     with raise_together(mesh, "np.errstate", needed=needed, caught=(FloatingPointError,)):
         made = function(Work(blocks, boxes, local, out))
-    results = out or (made if isinstance(made, tuple) else (made,))
+    if out:
+        return tuple(
+            DTensor._of_block(mesh, layout, shape, kind, block)
+            for kind, block in zip(kinds, out, strict=True)
+        )
     return tuple(
         DTensor(mesh, layout, shape, kind, np.asarray(block, kind))
-        for kind, block in zip(kinds, results, strict=True)
+        for kind, block in zip(kinds, made if isinstance(made, tuple) else (made,), strict=True)
     )
-
-
-@lru_cache(maxsize=4096)
-def _placed_rule(
-    place: Mesh,
-    known: tuple[Operand, ...],
-    pattern: Pattern,
-    shape: tuple[int, ...],
-    itemsize: int,
-    goal: Placement | None,
-) -> tuple[tuple[Layout, ...], Layout]:
-    """Return the cheapest rule as layouts of the operands and of the result."""
-    rule = rule_for(place, known, pattern, shape, itemsize, goal)
-    return tuple(Layout(place, to) for to in rule.inputs), Layout(place, rule.output)
 
 
 def _brought(operands: Sequence[Any], goals: Sequence[Layout], rank: int) -> tuple[Any, ...]:

@@ -52,10 +52,12 @@ class Layout:
     Attributes:
         mesh: The mesh, as a value.
         placement: One spec for each of its dims.
+        partial_op: The reduction that the array waits for; empty if it waits for none.
     """
 
     mesh: Mesh
     placement: Placement
+    partial_op: str = field(init=False, compare=False)
     _hash: int = field(init=False, compare=False)
 
     def __init__(self, mesh: MeshLike, placements: PlacementLike) -> None:
@@ -70,6 +72,8 @@ class Layout:
         _check(value, placement)
         object.__setattr__(self, "mesh", value)
         object.__setattr__(self, "placement", placement)
+        op = next((spec.op for spec in placement if isinstance(spec, Partial)), "")
+        object.__setattr__(self, "partial_op", op)
         object.__setattr__(self, "_hash", hash((value, placement)))
 
     def __hash__(self) -> int:
@@ -144,11 +148,6 @@ class Layout:
         if not isinstance(other, Layout):
             raise LayoutError(f"other must be a Layout, got {shown(other)}")
         return self.placement == other.placement and same_ranks(self.mesh, other.mesh)
-
-    @property
-    def partial_op(self) -> str:
-        """The reduction that the array waits for; empty if it waits for none."""
-        return next((spec.op for spec in self.placement if isinstance(spec, Partial)), "")
 
     @property
     def is_replicated(self) -> bool:

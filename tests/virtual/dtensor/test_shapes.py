@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import mpimesh as mm
 from mpimesh.errors import AxisError, ShapeError
+from tests.helpers import warned
 from tests.helpers.depth import examples
 from tests.helpers.dtensor_check import (
     SIZES,
     agree,
     layouts,
     numbers,
+    on,
     placements_of,
     raises_alike,
 )
@@ -150,6 +153,21 @@ WITHOUT_AXES: list[Any] = [
 def test_an_array_without_axes_is_a_row_of_one(dims):
     x = np.array(5)
     agree(dims, [(f, [x], [place]) for f in WITHOUT_AXES for place in ("R", "P")])
+
+
+def test_the_first_block_of_a_scan_is_as_it_is():
+    """Times 1 an infinite complex number would become NaN, and plus 0 a -0.0 would be 0.0."""
+    infinite = np.array([2, complex(np.inf, 1), 1, 1, 1])
+
+    def main(mesh):
+        for place in ("S0", "S0(0,5,0)", "S0(4,0,1)"):
+            whole = np.cumsum(mm.distribute(np.full(5, -0.0), mesh, place)).full()
+            assert np.signbit(whole[:2]).all()
+            found = np.cumprod(mm.distribute(infinite, mesh, place)).full()
+            np.testing.assert_array_equal(found[:2], np.cumprod(infinite)[:2])
+
+    with warned.ignored:
+        on("a=3", main)
 
 
 @pytest.mark.parametrize(
