@@ -114,8 +114,6 @@ def call(
     everything = [*operands, *masks, *(outputs if masks else [])]
     linear = () if masks else _linear(ufunc, operands, kinds)
     pattern = elementwise_pattern([shape_of(one) for one in everything], shape, linear)
-    may_fail = _may_fail(ufunc, operands, shape, kinds)
-    mesh = common_mesh([*everything, *outs])
     nin, places = ufunc.nin, [number for number, one in enumerate(outs) if one is not None]
 
     def work(here: Work) -> None:
@@ -126,9 +124,10 @@ def call(
                 if here.out[number] is not block:
                     here.out[number][...] = block
 
-        with raise_together(mesh, f"np.{ufunc.__name__}", needed=may_fail):
-            ufunc(*here.blocks[:nin], out=here.out, **options)
+        ufunc(*here.blocks[:nin], out=here.out, **options)
 
+    if _may_fail(ufunc, operands, shape, kinds):
+        work = raise_together(common_mesh([*everything, *outs]), f"np.{ufunc.__name__}")(work)
     results = list(run(work, everything, pattern, shape, kinds, outs=outs, into=True))
     for number in places:
         results[number] = store(results[number], outs[number], kwargs.get("casting", "same_kind"))
@@ -156,13 +155,12 @@ def outer(ufunc: np.ufunc, a: Any, b: Any, **kwargs: Any) -> Any:
     pattern = Pattern((letters[: len(first)], letters[len(first) :]), letters, linear=linear)
 
     shape = (*first, *second)
-    may_fail = _may_fail(ufunc, [a, b], shape, kinds)
-    mesh = common_mesh([a, b])
 
     def work(here: Work) -> None:
-        with raise_together(mesh, f"np.{ufunc.__name__}.outer", needed=may_fail):
-            ufunc.outer(*here.blocks, out=here.out, **kwargs)
+        ufunc.outer(*here.blocks, out=here.out, **kwargs)
 
+    if _may_fail(ufunc, [a, b], shape, kinds):
+        work = raise_together(common_mesh([a, b]), f"np.{ufunc.__name__}.outer")(work)
     results = run(work, [a, b], pattern, shape, kinds, into=True)
     return results[0] if ufunc.nout == 1 else results
 

@@ -290,7 +290,7 @@ def delete(arr: Any, obj: Any, axis: Any = None) -> DTensor:
 @implements(np.tile)
 def tile(A: Any, reps: Any) -> DTensor:
     """Put copies of the array side by side. Collective, if a repeated axis is split."""
-    times = tuple(map(index, reps)) if hasattr(reps, "__iter__") else (index(reps),)
+    times = tuple(map(index, row_of(reps)))
     x = expand_dims(A, tuple(range(len(times) - A.ndim))) if len(times) > A.ndim else A
     times = (1,) * (x.ndim - len(times)) + times
     if any(n < 0 and length for n, length in zip(times, x.shape, strict=True)):

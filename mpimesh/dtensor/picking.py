@@ -28,7 +28,6 @@ from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.traffic import sparse, uniform
 
 if TYPE_CHECKING:
-    from mpimesh.arrays import HostArray
     from mpimesh.layout.axis_rules import Picks
     from mpimesh.layout.tiling import Integers
 

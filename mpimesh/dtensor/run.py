@@ -324,10 +324,9 @@ def _run_placed(
             else one.local
             for kind, one in zip(kinds, outs or [None] * len(kinds), strict=True)
         )
-    # If NumPy is to raise for what is in a block, all ranks do.
-    needed = "raise" in np.geterr().values()
-    with raise_together(mesh, "np.errstate", needed=needed, caught=(FloatingPointError,)):
-        made = function(Work(blocks, boxes, local, out))
+    if "raise" in np.geterr().values():  # for what is in a block: then all ranks do
+        function = raise_together(mesh, "np.errstate", caught=(FloatingPointError,))(function)
+    made = function(Work(blocks, boxes, local, out))
     if out:
         return tuple(
             DTensor._of_block(mesh, layout, shape, kind, block)

@@ -324,6 +324,7 @@ def contraction(
     return Contraction(pattern, tuple(lengths[letter] for letter in output))
 
 
+@lru_cache(maxsize=4096)
 def matmul_pattern(a: Shape, b: Shape, *, op: str = "sum", linear: bool = True) -> Contraction:
     """Return the matrix product of arrays of two shapes, as :func:`numpy.matmul` has it.
 
