@@ -267,7 +267,7 @@ def _with_axes(
     chosen = [one if isinstance(one, tuple) else (one,) for one in (*axes, ())[:3]]
     for x, which, count in zip((plain(a), plain(b)), chosen, counts, strict=False):
         if len(shape_of(x)) < count or len(which) != count:
-            raise ShapeError.everywhere(
+            raise MissingAxisError.everywhere(
                 f"np.{function.__name__} works on {count} axes of an operand, got {which} of "
                 f"shape {shape_of(x)}"
             )

@@ -147,7 +147,7 @@ class DVariable(StandIn, NDArrayOperatorsMixin):
             return self._value
         import ml_dtypes
 
-        return _cast(self._value, np.dtype(ml_dtypes.bfloat16))
+        return self._value.astype(ml_dtypes.bfloat16)
 
     def __repr__(self) -> str:
         """Show name, shape, dtype and layout. Local."""
@@ -277,12 +277,7 @@ def _as_dtype(value: Any, dtype: DType) -> Any:
         return value
     if not np.can_cast(value.dtype, dtype, "same_kind"):
         raise DTypeError(f"{value!r} cannot be written into a DVariable of {dtype}")
-    return _cast(value, dtype)
-
-
-def _cast(value: DTensor, dtype: DType) -> DTensor:
-    block = value.local.astype(dtype) if value.is_member else None
-    return DTensor(value.mesh, value.layout, value.shape, dtype, block)
+    return value.astype(dtype)
 
 
 def _values(tree: Any) -> Any:
