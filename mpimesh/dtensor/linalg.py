@@ -432,7 +432,7 @@ def lstsq(a: Any, b: Any, rcond: Any = None) -> tuple[DTensor, DTensor, int, DTe
     columns, rows, s, used = _inverted(x, limit if 0 < limit < 1 else eps / 2)
     sides = expand_dims(y, 1) if y.ndim == 1 else y
     solution = reduced(matmul(columns, matmul(rows, sides)))
-    rank = int(np.count_nonzero(used))
+    rank = type(known[2])(int(np.count_nonzero(used)))
     if rank == x.shape[1] < x.shape[0]:
         squares = reduced(_squares(call(np.subtract, (sides, matmul(x, solution))), (0,)))
     else:
