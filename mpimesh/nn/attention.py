@@ -53,9 +53,6 @@ class Attention(SplitLayer):
     a :class:`Dropout` depends on, and on the head, the token and the key: so no cut of the batch,
     the heads or the sequence changes it.
 
-    `query`, `key`, `value` and `output` may be replaced by other layers: there are as many heads
-    as the first three give features for.
-
     The heads may be split over the ranks of a group. The weights then have the values that they
     have in the unsplit layer, and the same names, the weights that are dropped are the same, and
     forward and backward are collective over the group.
@@ -91,6 +88,14 @@ class Attention(SplitLayer):
         dropout: The share of the weights to drop, in [0, 1), exact to 2^-32.
         group: The ranks to split over, such as ``mesh.group("tp")``; None for a whole layer.
         sequence: How `x` and the result are split along the sequence, if they are.
+
+    Attributes:
+        query: The :class:`Linear` layer of the queries. It and the next three may be replaced by
+            other layers; there are as many heads as the first three return features for.
+        key: The :class:`Linear` layer of the keys.
+        value: The :class:`Linear` layer of the values.
+        output: The :class:`Linear` layer that joins the heads' results.
+        rotary: The :class:`RotaryEmbedding` of queries and keys, or None.
 
     Raises:
         ModuleError: If an extent is not a whole number of at least 1, or the heads do not divide

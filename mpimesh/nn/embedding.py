@@ -68,6 +68,9 @@ class Embedding(Module):
         group: The ranks to split over, such as ``mesh.group("tp")``; None for a whole layer.
         sequence: How the result is to be split along the sequence, if it is.
 
+    Attributes:
+        weight: The :class:`Parameter` of the vectors.
+
     Raises:
         ModuleError: If an extent is not a whole number of at least 1, or `std`
             is negative, or `sequence` is without `group` or is split over another one.
@@ -189,6 +192,9 @@ class PositionalEmbedding(Module):
         max_tokens: The longest sequence.
         features: Length of the last axis of `x`.
         std: Standard deviation of the first values.
+
+    Attributes:
+        weight: The :class:`Parameter` of the places' vectors.
 
     Raises:
         ModuleError: If an extent is not a whole number of at least 1.
@@ -352,6 +358,13 @@ class BertEmbedding(Composite):
         token_types: How many types of tokens there are, such as those of two sentences.
         eps: Of the norm.
         dropout: In training, the share of the result to drop.
+
+    Attributes:
+        words: The :class:`Embedding` of the tokens.
+        positions: The :class:`PositionalEmbedding`.
+        types: The :class:`Embedding` of the tokens' types.
+        norm: The :class:`LayerNorm` of their sum.
+        dropout: The :class:`Dropout` after it.
 
     Raises:
         ModuleError: If an extent is not a whole number of at least 1.

@@ -71,6 +71,10 @@ class Linear(Module):
             along the sequence, if they are.
         gather_output: With ``weight="S0"``, give every rank the whole result.
 
+    Attributes:
+        weight: The :class:`Parameter` of the weight; ``weight.data`` is its array.
+        bias: The :class:`Parameter` of the bias, or None.
+
     Raises:
         ModuleError: If an extent is not a whole number of at least 1, `weight` is no such split,
             or `group` and `weight` are not given together.

@@ -114,6 +114,9 @@ class RMSNorm(_Norm):
         features: Length of the last axis of `x`.
         eps: Added to the mean square; above 0.
 
+    Attributes:
+        weight: The :class:`Parameter` of the factors.
+
     Raises:
         ModuleError: If `features` is not a whole number of at least 1, or `eps` not above 0.
     """
@@ -139,6 +142,10 @@ class LayerNorm(_Norm):
     Args:
         features: Length of the last axis of `x`.
         eps: Added to the variance; above 0.
+
+    Attributes:
+        weight: The :class:`Parameter` of the factors.
+        bias: The :class:`Parameter` of the summands.
 
     Raises:
         ModuleError: If `features` is not a whole number of at least 1, or `eps`

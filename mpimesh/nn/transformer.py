@@ -54,6 +54,11 @@ class FeedForward(SplitLayer):
         group: The ranks to split over, such as ``mesh.group("tp")``; None for a whole layer.
         sequence: How `x` and the result are split along the sequence, if they are.
 
+    Attributes:
+        up: The :class:`Linear` layer from `features` to `hidden`.
+        activation: The layer between.
+        down: The :class:`Linear` layer from `hidden` to `features`.
+
     Raises:
         ModuleError: If an extent is not a whole number of at least 1, or the activation needs all
             hidden values of which ranks have some, or `sequence` is without `group` or is split
@@ -128,6 +133,11 @@ class SwiGLU(SplitLayer):
         bias: Whether the linear layers have biases.
         group: The ranks to split over, such as ``mesh.group("tp")``; None for a whole layer.
         sequence: How `x` and the result are split along the sequence, if they are.
+
+    Attributes:
+        gate: The :class:`Linear` layer whose result goes through SiLU.
+        up: The :class:`Linear` layer whose result is multiplied with that.
+        down: The :class:`Linear` layer from `hidden` to `features`.
 
     Raises:
         ModuleError: If an extent is not a whole number of at least 1, or `sequence` is without
@@ -290,6 +300,15 @@ class BertBlock(_Block):
         dropout: The share to drop.
         attention_dropout: The share of the attention's weights to drop.
 
+    Attributes:
+        attention: The :class:`Attention`; its linear layers are ``attention.query``, ``.key``,
+            ``.value`` and ``.output``.
+        attention_dropout: The :class:`Dropout` after it.
+        attention_norm: The :class:`LayerNorm` of the first sum.
+        mlp: The :class:`FeedForward`; its linear layers are ``mlp.up`` and ``mlp.down``.
+        mlp_dropout: The :class:`Dropout` after it.
+        mlp_norm: The :class:`LayerNorm` of the second sum.
+
     Raises:
         ModuleError: If an extent is not a whole number of at least 1, or the heads do not divide
             the features, or a number is out of range.
@@ -353,6 +372,16 @@ class GptBlock(_Block):
         eps: Of the norms.
         dropout: The share to drop.
         attention_dropout: The share of the attention's weights to drop.
+
+    Attributes:
+        attention: The :class:`Attention`; its linear layers are ``attention.query``, ``.key``,
+            ``.value`` and ``.output``.
+        attention_dropout: The :class:`Dropout` after it.
+        attention_norm: The :class:`LayerNorm` or :class:`RMSNorm` before it.
+        mlp: The :class:`FeedForward`, with ``mlp.up`` and ``mlp.down``; or the :class:`SwiGLU`,
+            which has ``mlp.gate``, too.
+        mlp_dropout: The :class:`Dropout` after it.
+        mlp_norm: The :class:`LayerNorm` or :class:`RMSNorm` before it.
 
     Raises:
         ModuleError: If an extent is not a whole number of at least 1, or the heads do not divide
