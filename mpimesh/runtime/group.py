@@ -168,9 +168,9 @@ class ProcessGroup:
 
         Collective, as :meth:`all_reduce`.
 
-        Shapes, with r this rank's place in the group:
+        Shapes:
             x: (..., sum(sizes), ...), the same on every rank.
-            result: (..., sizes[r], ...). A size may be 0.
+            result: (..., sizes[r], ...), with r this rank's place in the group. A size may be 0.
 
         Args:
             x: This rank's array, at least 1-d.
@@ -203,8 +203,9 @@ class ProcessGroup:
 
         Collective, as :meth:`all_reduce`.
 
-        Shapes, with r this rank's place in the group:
-            x: (..., sizes[r], ...). A size may be 0. A 0-d array counts as one of shape (1,).
+        Shapes:
+            x: (..., sizes[r], ...), with r this rank's place in the group. A size may be 0. A 0-d
+                array counts as one of shape (1,).
             result: (..., sum(sizes), ...), the same on every rank.
 
         Args:
@@ -358,9 +359,9 @@ class ProcessGroup:
         Collective, as :meth:`all_reduce`. The root's shape and dtype travel ahead
         in one small broadcast, so the other ranks need not know them.
 
-        Shapes, with r this rank's place in the group:
-            x on root: (..., sum(sizes), ...).
-            result: (..., sizes[r], ...). A size may be 0.
+        Shapes:
+            x: (..., sum(sizes), ...) on `root`.
+            result: (..., sizes[r], ...), with r this rank's place in the group. A size may be 0.
 
         Args:
             x: On `root`, the array; ignored elsewhere.
