@@ -397,7 +397,7 @@ def pinv(a: Any, rcond: Any = None, hermitian: bool = False, *, rtol: Any = np._
 
 
 @implements(np.linalg.lstsq)
-def lstsq(a: Any, b: Any, rcond: Any = None) -> tuple[DTensor, DTensor, int, DTensor]:
+def lstsq(a: Any, b: Any, rcond: Any = None) -> tuple[DTensor, DTensor, np.int32, DTensor]:
     """Solve least squares, of a tall matrix whose rows are split as :func:`svd`. Collective.
 
     Args:
@@ -422,7 +422,9 @@ def lstsq(a: Any, b: Any, rcond: Any = None) -> tuple[DTensor, DTensor, int, DTe
             f"{x.shape} and {y.shape}"
         )
     if not are_whole(x) and not _is_split_and_tall(np.linalg.lstsq, x):
-        found: tuple[DTensor, DTensor, int, DTensor] = gathered(np.linalg.lstsq, (x, y, rcond), {})
+        found: tuple[DTensor, DTensor, np.int32, DTensor] = gathered(
+            np.linalg.lstsq, (x, y, rcond), {}
+        )
         return found
     known = np.linalg.lstsq(np.ones((1, 1), x.dtype), np.ones(1, y.dtype))  # refuses some dtypes
     kind, real = known[0].dtype, known[3].dtype
