@@ -189,7 +189,7 @@ def _error_differs(error: Exception, expected: Exception | None) -> str:
     said = f"{type(error).__name__}: {error}"
     if expected is None:
         return f"raised {said}"
-    families = [one for one in _FAMILIES if isinstance(expected, one)]
+    families: list[type[Exception]] = [one for one in _FAMILIES if isinstance(expected, one)]
     if isinstance(expected, np.exceptions.AxisError):
         families = [np.exceptions.AxisError]
     if families and not isinstance(error, tuple(families)):

@@ -161,9 +161,10 @@ def test_the_first_block_of_a_scan_is_as_it_is():
 
     def main(mesh):
         for place in ("S0", "S0(0,5,0)", "S0(4,0,1)"):
-            whole = np.cumsum(mm.distribute(np.full(5, -0.0), mesh, place)).full()
-            assert np.signbit(whole[:2]).all()
-            found = np.cumprod(mm.distribute(infinite, mesh, place)).full()
+            sums: Any = np.cumsum(mm.distribute(np.full(5, -0.0), mesh, place))
+            assert np.signbit(sums.full()[:2]).all()
+            products: Any = np.cumprod(mm.distribute(infinite, mesh, place))
+            found = products.full()
             np.testing.assert_array_equal(found[:2], np.cumprod(infinite)[:2])
 
     with warned.ignored:
