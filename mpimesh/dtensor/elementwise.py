@@ -21,6 +21,7 @@ from mpimesh.dtensor.run import (
     linear_in,
     run,
     shape_of,
+    split_out,
     store,
 )
 from mpimesh.errors import DTypeError, NoRuleError, ShapeError
@@ -98,8 +99,9 @@ def call(
     outs = list(args[ufunc.nin :]) or list(out if isinstance(out, tuple) else (out,))
     outs += [None] * (ufunc.nout - len(outs))
     masks = [] if where is True else [plain(where)]
+    outputs = [split_out(one) for one in outs if one is not None]
+    kinds = tried(ufunc, operands, out=tuple(outs), **kwargs)  # as NumPy, before the shapes
     shape = broadcast_shape([shape_of(one) for one in (*operands, *masks)])
-    outputs = [one for one in outs if one is not None]
     if outputs:
         # NumPy stretches operands to what the result is to go into.
         whole = shape_of(outputs[0])
@@ -109,7 +111,6 @@ def call(
         shape = whole if fits else shape
         for one in outputs:
             checked_out(one, shape)
-    kinds = tried(ufunc, operands, out=tuple(outs), **kwargs)
     # What `out` holds stays where the mask is false.
     everything = [*operands, *masks, *(outputs if masks else [])]
     linear = () if masks else _linear(ufunc, operands, kinds)

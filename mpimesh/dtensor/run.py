@@ -437,13 +437,24 @@ def checked_out(out: Any, shape: tuple[int, ...]) -> DTensor:
         DTypeError: If it is no split array.
         ShapeError: If it has another shape.
     """
+    split_out(out)
+    if out.shape != shape:
+        raise ShapeError.everywhere(f"out= has shape {out.shape}, but the result has shape {shape}")
+    target: DTensor = out
+    return target
+
+
+def split_out(out: Any) -> DTensor:
+    """Return `out`, if it is a split array.
+
+    Raises:
+        DTypeError: If it is none.
+    """
     if not isinstance(out, DTensor):
         raise DTypeError.everywhere(
             f"the result of an operation on split arrays is one, too, and cannot be written "
             f"into a {type(out).__name__}; give a DTensor as out="
         )
-    if out.shape != shape:
-        raise ShapeError.everywhere(f"out= has shape {out.shape}, but the result has shape {shape}")
     return out
 
 
