@@ -69,6 +69,21 @@ autodoc_type_aliases = {
 }
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+# Classes whose objects programs get from a function or a method: their constructors are internal.
+MADE_BY_THE_LIBRARY = {
+    f"mpimesh.{name}"
+    for name in (
+        "CollectiveTensor",
+        "DTensor",
+        "ProcessGroup",
+        "layout.RedistributionPlan",
+        "schedule.Proof",
+        "schedule.Timetable",
+        "store.OpenedArray",
+        "store.RunGuard",
+        "testing.LaunchResult",
+    )
+}
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Shapes", "params_style"), "Cost", "Threads"]
@@ -116,13 +131,32 @@ def plain_lines(self: GoogleDocstring) -> list[str]:
     return self._dedent(self._consume_to_end())
 
 
-def alias_names(*arguments: Any) -> tuple[str | None, str | None]:
-    """Write an alias within a union by its name, not by the repr of Sphinx's reference to it."""
-    signature, result = (
+def shown_signature(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str, result: str
+) -> tuple[str | None, str | None]:
+    """Leave out a constructor that no program calls, and write an alias by its name.
+
+    Sphinx writes the repr of its reference to an alias within a union.
+    """
+    if what == "class" and name in MADE_BY_THE_LIBRARY:
+        return "", None
+    plain = (
         None if text is None else re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text)
-        for text in arguments[-2:]
+        for text in (signature, result)
     )
-    return signature, result
+    return next(plain), next(plain)
+
+
+def attribute_types(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Write the type of an attribute beside its name, not as a field below its text."""
+    attribute = 0
+    for number, line in enumerate(list(lines)):
+        if line.startswith(".. attribute::"):
+            attribute = number
+        elif line.startswith("   :type: "):
+            lines.insert(attribute + 1, lines.pop(number))
 
 
 def write_settings(app: Sphinx) -> None:
@@ -134,7 +168,8 @@ def write_settings(app: Sphinx) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("autodoc-process-signature", alias_names)
+    app.connect("autodoc-process-signature", shown_signature)
+    app.connect("autodoc-process-docstring", attribute_types, priority=900)
     app.connect("builder-inited", write_settings)
     GoogleDocstring._parse_attribute_docstring = plain_lines  # type: ignore[method-assign]
     app.connect("missing-reference", public_name, priority=900)
