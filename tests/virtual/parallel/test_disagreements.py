@@ -474,6 +474,20 @@ def test_new_buckets_are_made_outside_of_no_sync(call):
     on_ranks("dp=2", body)
 
 
+def test_no_sync_is_for_the_buckets_there_are_when_it_is_entered():
+    def body(mesh):
+        model, _, train = make(mesh)
+        without_sync = model.no_sync()
+        model.rebuild_buckets()
+        with without_sync:
+            train()
+            assert model.buckets.begun == 1
+        train()
+        model.check_replicas()
+
+    on_ranks("dp=2", body)
+
+
 @pytest.mark.parametrize("dims", ["dp=2", "dp=2,tp=2"])
 def test_sequences_of_no_tokens(dims):
     """The backward of learned positions asked NumPy to divide 0 elements by 0."""
