@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
 
@@ -405,15 +405,13 @@ class ParallelModel(ABC):
         self._engine.check_ready()
         return model_target(self._engine, saved, strict=strict)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which steps add up gradients without reducing them.
 
         For all but the last of several steps whose gradients belong together; on all ranks alike.
         """
         self._engine.check_ready()
-        with self._engine.buckets.no_sync():  # those that there are when it is entered
-            yield
+        return self._engine.no_sync()
 
     def parameters(self) -> list[Parameter]:
         """Return the parameters that live on this rank, in the order of the layers."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -463,6 +464,12 @@ class TrainingEngine:
         )
 
     # -- between steps ----------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Add up gradients without reducing them, in the buckets that there are on entry. Local."""
+        with self.buckets.no_sync():
+            yield
 
     def shard(self, stage: object, mesh: object, hybrid: object) -> None:
         """Divide the model among its replicas, before it has an optimizer. Collective.
