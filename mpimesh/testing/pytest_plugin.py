@@ -381,6 +381,7 @@ _LAST_WORDS_S = 1.0
 """The ranks of a job meet their limits a little apart; each should have its say first."""
 
 _RUNNERS = {"__main__", "_pytest", "hypothesis", "pluggy", "pytest"}
+_RUNNERS |= {"__channelexec__", "execnet", "xdist"}  # the first is xdist in a worker
 _NOT_THE_TESTS = {*sys.stdlib_module_names, *_RUNNERS, "mpi4py", "numpy"}
 _OF_MPIMESH = "mpimesh"
 
