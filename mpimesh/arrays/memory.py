@@ -144,7 +144,7 @@ POOLED_FROM_BYTES = 32 * 1024
 """Below this the allocator's own free lists are faster than looking for a block."""
 
 
-class _Block:
+class _PooledBlock:
     """A block of memory and the array that owns it, to which all views of it refer."""
 
     __slots__ = ("at", "memory", "owner", "used_in", "when_free")
@@ -185,8 +185,8 @@ class ArrayPool:
         self._allocate = allocate
         self._least_bytes = least_bytes
         self._limit_bytes = limit_bytes
-        self._blocks: dict[int, list[_Block]] = {}
-        self._starts: dict[int, _Block] = {}
+        self._blocks: dict[int, list[_PooledBlock]] = {}
+        self._starts: dict[int, _PooledBlock] = {}
         self._step = 0
         self._lock = Lock()
 
@@ -209,7 +209,7 @@ class ArrayPool:
                 self._keep(lambda block: sys.getrefcount(block.owner) != block.when_free)
                 if self.nbytes + size > self._limit_bytes:
                     return np.empty(shape, dtype)
-            block = _Block(self._allocate(size))
+            block = _PooledBlock(self._allocate(size))
             # Counted, here where nothing else refers to it: Python's own differ by version.
             block.when_free = sys.getrefcount(block.owner)
             self._blocks.setdefault(size, []).append(block)
@@ -225,7 +225,7 @@ class ArrayPool:
                     return self._array(block, shape, dtype)
         return None
 
-    def _array(self, block: _Block, shape: Sequence[int], dtype: DType) -> HostArray:
+    def _array(self, block: _PooledBlock, shape: Sequence[int], dtype: DType) -> HostArray:
         block.used_in = self._step
         array: HostArray = np.ndarray(shape, dtype, block.memory)
         return array
@@ -250,7 +250,7 @@ class ArrayPool:
             if any(b.used_in < oldest for blocks in self._blocks.values() for b in blocks):
                 self._keep(lambda block: block.used_in >= oldest)
 
-    def _keep(self, wanted: Callable[[_Block], bool]) -> None:
+    def _keep(self, wanted: Callable[[_PooledBlock], bool]) -> None:
         """Forget the other blocks."""
         kept = {size: [*filter(wanted, blocks)] for size, blocks in self._blocks.items()}
         self._blocks = {size: blocks for size, blocks in kept.items() if blocks}
