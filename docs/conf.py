@@ -37,7 +37,7 @@ extensions = [
 exclude_patterns = ["inventories", "_templates"]
 nitpicky = True
 toc_object_entries_show_parents = "hide"
-pygments_style = "friendly"
+pygments_style = "a11y-high-contrast-light"
 
 # -- pages -----------------------------------------------------------------------------------------
 
@@ -200,6 +200,6 @@ html_theme_options = {
     "footer_end": [],
     "show_toc_level": 2,
     "navigation_with_keys": False,
-    "pygments_light_style": "friendly",
+    "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "github-dark",
 }
