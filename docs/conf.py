@@ -126,9 +126,11 @@ def public_name(app: Sphinx, env: Any, node: Any, content: nodes.TextElement) ->
     return None
 
 
-def plain_lines(self: GoogleDocstring) -> list[str]:
-    """A property's docstring is prose; what comes before a colon is no type."""
-    return self._dedent(self._consume_to_end())
+def parse_as_method(self: GoogleDocstring) -> list[str]:
+    """Read a property's docstring as a method's: what comes before a colon is no type."""
+    self._what = "method"
+    self._parse()
+    return []
 
 
 def shown_signature(
@@ -171,7 +173,7 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", shown_signature)
     app.connect("autodoc-process-docstring", attribute_types, priority=900)
     app.connect("builder-inited", write_settings)
-    GoogleDocstring._parse_attribute_docstring = plain_lines  # type: ignore[method-assign]
+    GoogleDocstring._parse_attribute_docstring = parse_as_method  # type: ignore[method-assign]
     app.connect("missing-reference", public_name, priority=900)
 
 

@@ -299,10 +299,10 @@ class DeviceMesh:
             name: A new name.
             ranks: The members, counted in `comm`; their order is the group's.
             dims: Instead of `ranks`: the group that each rank is in along these dims.
-            backend: Who is to move the bytes, and nobody else: ``"mpi"``, ``"node_shared"`` (host
-                memory; the ranks must share a node) or ``"nccl"`` (device memory; what lies on
-                the host goes as it would without). If None, the fastest of all that the ranks
-                have, for each operation and size; :meth:`ProcessGroup.algorithms` tells.
+            backend: The only transport to use: ``"mpi"``, ``"node_shared"`` (host memory; the ranks
+                must share a node) or ``"nccl"`` (device memory; arrays on the host move as without
+                it). If None, the fastest of all that the ranks have, for each operation and size;
+                :meth:`ProcessGroup.algorithms` shows them.
             apart: Give listed ranks an order of operations of their own, even if another group
                 has the same ranks: for collectives that may be under way when those ranks meet
                 otherwise. It takes a communicator more.

@@ -544,7 +544,7 @@ class ProcessGroup:
     ) -> tuple[HostArray, bool]:
         """Return an array that exists once for the ranks of the group on each node.
 
-        For values that are the same on all ranks, such as parameters that nobody splits: they
+        For values that are the same on all ranks, such as parameters that are not split: they
         cost the memory of one rank. Collective, and waits.
 
         Example:
@@ -625,7 +625,7 @@ class ProcessGroup:
             UnresolvedError: On every rank of the group, naming the operations, if any of them has
                 results of it that are not resolved. It stays open, so that they can be.
             MismatchError: On every rank of the group, with ``MPIMESH_CHECKS`` on, if a message was
-                sent that nobody has received; and if the ranks close different groups.
+                sent that was not received; and if the ranks close different groups.
 
         Cost:
             Two agreements on small values among its ranks, and the end of an MPI communicator.
