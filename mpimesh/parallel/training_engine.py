@@ -518,12 +518,12 @@ class TrainingEngine:
         Args:
             stage: 0 to 3, not less than before; see :mod:`mpimesh.parallel.bucket`.
         """
-        self.stage = stage
         if stage:
             self.layer_values.restore()
             # A stage with a forward of its own says nothing of what it runs.
             by_layer = not self._is_hybrid and all(map(is_plain, self.stages))
             self.buckets.divide(stage, by_layer=by_layer)
+        self.stage = stage
         if stage == 3:
             parameters = [parameter for _, parameter in self.named_parameters()]
             self.frozen_values = share_frozen(parameters, self.data)

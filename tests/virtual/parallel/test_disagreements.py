@@ -488,6 +488,24 @@ def test_no_sync_is_for_the_buckets_there_are_when_it_is_entered():
     on_ranks("dp=2", body)
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_refused_optimizer_leaves_the_model_as_it_was(zero):
+    """Plain steps of it were refused afterwards, as those of a model that replicas divide."""
+
+    def body(mesh):
+        pipe = make_pipeline(mesh)
+        adam = optim.Adam(pipe.parameters(), lr=0.01)
+        with pipe.no_sync():
+            pipe.train_step(*batch(0, 8), loss=nn.cross_entropy)
+        with raises(ModuleStateError, f"rank {mesh.rank}", "no_sync()"):
+            mm.ParallelOptimizer(adam, pipe, zero=zero)
+        pipe.train_step(*batch(0, 8), loss=nn.cross_entropy)
+        adam.step()
+        pipe.check_replicas()
+
+    on_ranks("dp=2", body)
+
+
 @pytest.mark.parametrize("dims", ["dp=2", "dp=2,tp=2"])
 def test_sequences_of_no_tokens(dims):
     """The backward of learned positions asked NumPy to divide 0 elements by 0."""
