@@ -12,6 +12,7 @@ asks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
@@ -319,8 +320,9 @@ class Tally:
                 self.traffic.count_received(self.name, rule, self.members, amount, starts)
 
     def __del__(self) -> None:
-        """Lose nothing when its plan is let go."""
-        self.add_up()
+        """Lose nothing when its plan is let go; at the end of Python nothing is counted."""
+        if not sys.is_finalizing():
+            self.add_up()
 
 
 class Traffic:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
+import pytest
 from hypothesis import given, strategies as st
 
 from mpimesh.runtime.traffic import (
     Members,
+    Tally,
     Traffic,
     all_reduced,
     from_others,
@@ -99,3 +103,14 @@ def test_a_counter_adds_up_whatever_it_has_worked_out_before(added, repeats):
                     expected[name, peer] = (had[0] + received, had[1] + messages)
     assert traffic.received == expected
     assert traffic.received == expected  # asking changes nothing
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_tally_counts_no_more_at_the_end_of_python(monkeypatch, at_the_end):
+    """Of many plans that were let go then, one imported a part of NumPy, which was refused."""
+    traffic = Traffic()
+    tally = Tally(traffic, "all_reduce", 8, (uniform, 8), Members(range(3), 0), starts=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "is_finalizing", lambda: at_the_end)
+        del tally
+    assert traffic.calls == ({} if at_the_end else {"all_reduce": 2})
