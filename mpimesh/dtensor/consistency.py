@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ __all__ = [
     "compare_call",
     "compare_copies",
     "gather_facts",
+    "raise_float_errors_together",
     "raise_together",
     "table_of",
     "writable_block",
@@ -93,6 +94,15 @@ def raise_together(
         problem = error
     if needed:
         gather_facts(mesh, name, None, problem)
+
+
+def raise_float_errors_together(mesh: DeviceMesh) -> AbstractContextManager[None]:
+    """Raise on all ranks what NumPy raises on one under ``np.errstate(all="raise")`` and the like.
+
+    Collective if the caller's errstate is such, which must be alike on all ranks.
+    """
+    needed = "raise" in np.geterr().values()
+    return raise_together(mesh, "np.errstate", needed=needed, caught=(FloatingPointError,))
 
 
 def call_compared(

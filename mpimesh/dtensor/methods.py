@@ -11,7 +11,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpimesh.arrays import DTypeLike
-from mpimesh.dtensor.consistency import raise_together
+from mpimesh.dtensor.consistency import raise_float_errors_together, raise_together
 from mpimesh.errors import (
     DTypeError,
     IndexOutOfRangeError,
@@ -331,8 +331,8 @@ class Methods(NDArrayOperatorsMixin):
     def astype(self, dtype: DTypeLike, *, casting: Any = "unsafe", copy: bool = True) -> Self:
         """Return the array with elements of another dtype.
 
-        Local, but for an array that waits for sums, which are worked out first, and for texts,
-        which may be refused on one rank and so on all.
+        Local, but for an array that waits for sums, which are worked out first, and for what may be
+        refused on one rank and so on all: texts, and numbers where NumPy's errstate is to raise.
 
         Raises:
             DTypeError: If `casting` does not allow it.
@@ -348,7 +348,8 @@ class Methods(NDArrayOperatorsMixin):
         block = None
         if ready.is_member:
             if self.dtype.kind not in "SU":
-                block = ready.local.astype(kind)
+                with raise_float_errors_together(ready.mesh):
+                    block = ready.local.astype(kind)
             else:
                 block = ready.mesh.shared_empty(ready.local.shape, kind)
                 with raise_together(ready.mesh, "astype"):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_masked, refuse_objects
-from mpimesh.dtensor.consistency import raise_together
+from mpimesh.dtensor.consistency import raise_float_errors_together, raise_together
 from mpimesh.dtensor.dispatch import implements, name_of
 from mpimesh.dtensor.dtensor import DTensor, are_whole, common_mesh
 from mpimesh.dtensor.methods import reduced
@@ -324,9 +324,8 @@ def _run_placed(
             else one.local
             for kind, one in zip(kinds, outs or [None] * len(kinds), strict=True)
         )
-    if "raise" in np.geterr().values():  # for what is in a block: then all ranks do
-        function = raise_together(mesh, "np.errstate", caught=(FloatingPointError,))(function)
-    made = function(Work(blocks, boxes, local, out))
+    with raise_float_errors_together(mesh):
+        made = function(Work(blocks, boxes, local, out))
     if out:
         return tuple(
             DTensor._of_block(mesh, layout, shape, kind, block)

@@ -7,13 +7,15 @@ do, the axis is brought whole.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from operator import index
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from mpimesh.arrays import HostArray
+from mpimesh.dtensor.consistency import raise_float_errors_together
 from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.elementwise import tried
@@ -60,14 +62,16 @@ def _scan(ufunc: np.ufunc, a: DTensor, axis: Any, dtype: Any, first: Any = None)
     if x.is_member:
         values = x.local if first is None else first(x.local)
         block = x.mesh.shared_empty(values.shape, kind)
-        name(values, which, dtype=dtype, out=block)
+        with raise_float_errors_together(x.mesh):
+            name(values, which, dtype=dtype, out=block)
         total = np.zeros(_with(block.shape, which, 1), kind)
         if block.shape[which]:
             total[...] = block[(*(slice(None),) * which, slice(-1, None))]
     if dims:
-        before = _of_blocks_before(ufunc, x, which, total)
-        if before is not None:
-            ufunc(block, before, out=block)
+        with raise_float_errors_together(x.mesh) if x.is_member else nullcontext():
+            before = _of_blocks_before(ufunc, x, which, total)
+            if before is not None:
+                ufunc(block, before, out=block)
     return DTensor(x.mesh, x.layout, x.shape, kind, block)
 
 
@@ -246,14 +250,14 @@ def _gradient(f: DTensor, step: Any, axis: int, edge_order: Any, kind: Any) -> D
         return DTensor(x.mesh, x.layout, x.shape, kind, None)
     start, stop = x.layout.box(x.shape, x.mesh.rank)[axis]
     block = np.zeros(x.local.shape, kind)
-    if stop > start:
-        first = max(0, start - 2) if wide is not x else start
-        here = step
-        if np.ndim(step):
-            here = np.asarray(step)[first : first + wide.local.shape[axis]]
-        values: Any = wide.local
-        found = np.gradient(values, here, axis=axis, edge_order=edge_order)
-        block[...] = found[(*(slice(None),) * axis, slice(start - first, stop - first))]
+    first = max(0, start - 2) if wide is not x else start
+    here, values = step, cast(Any, wide.local)
+    if np.ndim(step):
+        here = np.asarray(step)[first : first + wide.local.shape[axis]]
+    with raise_float_errors_together(x.mesh):
+        if stop > start:
+            found = np.gradient(values, here, axis=axis, edge_order=edge_order)
+            block[...] = found[(*(slice(None),) * axis, slice(start - first, stop - first))]
     return DTensor(x.mesh, x.layout, x.shape, kind, block)
 
 

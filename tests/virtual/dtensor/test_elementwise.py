@@ -403,18 +403,36 @@ def test_nothing_is_none():
     on("a=2", main)
 
 
-@pytest.mark.parametrize("op", ["divide", "sum of", "prod of"])
-def test_what_errstate_raises_on_one_rank_is_raised_on_all(op):
+LARGE_AT_THE_END = [1.0, 1.0, 1.0, 1e308, 1e308, 1e308]
+
+
+@pytest.mark.parametrize(
+    ("op", "row"),
+    [
+        ("divide", [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]),
+        ("sum", LARGE_AT_THE_END),
+        ("prod", LARGE_AT_THE_END),
+        ("cumsum", LARGE_AT_THE_END),
+        ("cumprod", LARGE_AT_THE_END),
+        ("cumsum", [1e308, 1.0, 1.0, 1.0, 1.0, 1e308]),
+        ("gradient", [1.0, 1.0, 1.0, 1.0, 1e308, -1e308]),
+        ("astype", LARGE_AT_THE_END),
+    ],
+)
+def test_what_errstate_raises_on_one_rank_is_raised_on_all(op, row):
     """Else that rank would go on alone, and its next collective meet another of the others."""
-    values = np.array([1.0, 1.0, 1.0, 1e308, 1e308, 1e308]) if " " in op else np.arange(6.0)[::-1]
 
     def main(mesh):
-        x: Any = mm.distribute(values, mesh, "S0")
-        calls = {"divide": lambda: 1.0 / x, "sum of": x.sum, "prod of": x.prod}
+        x: Any = mm.distribute(np.array(row), mesh, "S0")
+        calls = {
+            "divide": lambda: 1.0 / x,
+            "gradient": lambda: np.gradient(x),
+            "astype": lambda: x.astype(int),
+        }
         with np.errstate(all="raise"):
             assert (x + 1.0).shape == (6,)
             with pytest.raises(FloatingPointError):
-                calls[op]()
-        assert x.full().tolist() == values.tolist()
+                calls.get(op, lambda: getattr(x, op)())()
+        assert x.full().tolist() == row
 
     on("a=2", main)
