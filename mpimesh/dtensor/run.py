@@ -116,7 +116,7 @@ def axes_of(axes: Any, ndim: int, what: str = "axis", *, lists: bool = True) -> 
         axes: The axis, or some.
         ndim: How many the array has.
         what: The name of the argument, for messages.
-        lists: Whether it may be another sequence than a tuple.
+        lists: Whether they may be another sequence than a tuple, and an axis a truth value.
 
     Raises:
         AxisError: If there is no such axis, or one is named twice.
@@ -125,6 +125,8 @@ def axes_of(axes: Any, ndim: int, what: str = "axis", *, lists: bool = True) -> 
     if not lists and (isinstance(axes, list) or getattr(axes, "shape", ()) != ()):
         raise AxisTypeError(f"{what} must be a whole number or a tuple, got {axes!r}")
     rows = row_of(axes)
+    if not lists and any(isinstance(one, bool) for one in rows):
+        raise AxisTypeError(f"{what} must be a whole number, got {axes!r}")
     found = tuple(normal_axis(one, ndim, what) for one in rows)
     if len(set(found)) != len(found):
         raise AxisError(f"{what} names an axis twice: {rows}")

@@ -142,9 +142,7 @@ def normal_axis(axis: Any, ndim: int, what: str = "axis") -> int:
     try:
         place = operator.index(axis)
     except TypeError:
-        place = None
-    if place is None or isinstance(axis, bool):
-        raise AxisTypeError(f"{what} must be a whole number, got {axis!r}")
+        raise AxisTypeError(f"{what} must be a whole number, got {axis!r}") from None
     if not -ndim <= place < ndim:
         raise MissingAxisError(f"{what} {place} does not exist in an array with {ndim} axes")
     return place % ndim
