@@ -161,7 +161,8 @@ class ArrayPool:
     """Blocks of memory that become arrays, and are used again when those are gone.
 
     A fresh NumPy array costs its page faults on first touch: at 1 MiB that is five times the price
-    of the all-reduce that fills it. And memory that other ranks know is not to be told them anew.
+    of the all-reduce that fills it. In shared memory, ranks that have mapped a block need not map
+    another one.
 
     A received activation is referenced by the layers that saved it, until their backward; only the
     array's own reference count knows when that is over. So a block is never returned: it is free

@@ -154,7 +154,7 @@ class Methods(NDArrayOperatorsMixin):
     def sort(self, axis: Any = -1, **options: Any) -> None:
         """Sort in place, as :meth:`numpy.ndarray.sort`."""
         me: Any = self
-        which = normal_axis(axis, me.ndim)  # None is none
+        which = normal_axis(axis, me.ndim)  # refuses None, as NumPy's method
         self._fill_with(self._call(np.sort, self, axis=which, **options))
 
     def take(self, indices: Any, axis: Any = None, **options: Any) -> Self:

@@ -438,10 +438,11 @@ def checked_out(out: Any, shape: tuple[int, ...]) -> DTensor:
         DTypeError: If it is no split array.
         ShapeError: If it has another shape.
     """
-    split_out(out)
-    if out.shape != shape:
-        raise ShapeError.everywhere(f"out= has shape {out.shape}, but the result has shape {shape}")
-    target: DTensor = out
+    target = split_out(out)
+    if target.shape != shape:
+        raise ShapeError.everywhere(
+            f"out= has shape {target.shape}, but the result has shape {shape}"
+        )
     return target
 
 

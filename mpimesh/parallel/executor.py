@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpimesh.arrays import Array, DType
-from mpimesh.arrays.memory import ArrayPool, aligned_bytes
+from mpimesh.arrays.memory import ArrayPool
 from mpimesh.errors import ModuleStateError, ShapeError
 from mpimesh.nn import Context
 from mpimesh.nn.protocol import Allocate
@@ -75,7 +75,7 @@ class Executor:
         self._reduce_grad = reduce_grad
         self._tracer = tracer
         self._xp = xp
-        self._results = ArrayPool(aligned_bytes)
+        self._results = ArrayPool()
         self._memory = self._memory_for if xp is np else None
         # What each stage's input comes from, and where its output goes, neighbours first.
         self._sources = {stage: [stage - 1, *edges.sources(stage)] for stage in stages}

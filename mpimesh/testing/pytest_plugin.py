@@ -387,7 +387,7 @@ _OF_MPIMESH = "mpimesh"
 
 
 def _stacks() -> str:
-    """Where each thread but this one is in the code of the tests."""
+    """Return the frames of the tests' code in each thread but this one."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     text = []
     for ident, frame in sys._current_frames().items():
@@ -398,7 +398,7 @@ def _stacks() -> str:
 
 
 def _stack(innermost: FrameType) -> list[str]:
-    """The frames of the tests' code; of what these call in mpimesh, only the call.
+    """Return the frames of the tests' code; of what these call in mpimesh, only the call.
 
     Empty for a thread that runs nothing of the tests.
     """
