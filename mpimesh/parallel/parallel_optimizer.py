@@ -284,7 +284,8 @@ class ParallelOptimizer:
         the model's count of steps. The scaler has a state of its own.
 
         Returns:
-            The state of the optimizer; a list of states if a list of them was given.
+            The state of the optimizer; a list of states if a list of them was given. Copies, on
+            any number of replicas: later steps leave them as they are.
 
         Cost:
             One all-gather for each bucket and array of the state; the whole state has room on
@@ -292,6 +293,10 @@ class ParallelOptimizer:
         """
         self._check_ready()
         states = self._pieces.whole_states()
+        for state in states:
+            for slot in state["params"]:
+                for name in slot.keys() - {"steps"}:  # one by one: few have room twice
+                    slot[name] = slot[name].copy()
         return states[0] if self._single else states
 
     def full_state_dict(self) -> dict[str, Any]:

@@ -316,3 +316,27 @@ def test_ranks_that_split_layers_change_them_by_the_same_rule():
             mm.ParallelOptimizer(adam, model)
 
     on_ranks("dp=1,tp=2", body)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_state_that_was_taken_stays_as_it_is(zero, size):
+    """On any number of replicas: it is a copy, which the next step leaves alone."""
+
+    def main():
+        with mm.DeviceMesh(f"dp={size}") as mesh:
+            model = mm.DataParallel(nn.Linear(3, 2), mesh, loss=nn.mse_loss)
+            optimizer = mm.ParallelOptimizer(optim.Adam(model.parameters()), model, zero=zero)
+            x, y = np.ones((4, 3), "f4"), np.zeros((4, 2), "f4")
+            model.train_step(x, y, optimizer=optimizer)
+            state = optimizer.state_dict()
+            before = copy.deepcopy(state)
+            model.train_step(x, y, optimizer=optimizer)
+            for one, other in zip(state["params"], before["params"], strict=True):
+                assert_same(one, other)
+            now = optimizer.state_dict()
+            assert not np.array_equal(now["params"][0]["mean"], state["params"][0]["mean"])
+            optimizer.load_state_dict(state)
+            assert_same(optimizer.state_dict()["params"][0], state["params"][0])
+
+    mm.run_virtual(size, main)
