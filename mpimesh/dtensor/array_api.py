@@ -21,7 +21,6 @@ from mpimesh.dtensor.defaults import current_mesh, layout_for
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.methods import Methods
 from mpimesh.dtensor.reshape import shape_tuple
-from mpimesh.dtensor.run import moved_to
 from mpimesh.errors import LayoutError
 from mpimesh.layout import Layout
 from mpimesh.runtime.operands import host_array
@@ -100,6 +99,8 @@ def asarray(
 ) -> DTensor:
     """Return a split array: `obj` itself if it is one, else what all ranks have alike.
 
+    With another dtype or mesh, and always with `placements`, a new one.
+
     Raises:
         LayoutError: If `copy` is False and a copy is needed.
     """
@@ -108,7 +109,7 @@ def asarray(
         if device is not None and device is not x.mesh:
             x = x.to_device(device)
         if placements is not None:
-            x = moved_to(x, Layout(x.mesh, placements).placement)
+            x = x.redistribute(placements)
         if x is not obj and copy is False:
             raise LayoutError(f"{obj!r} cannot become {x!r} without a copy")
         return x.copy() if copy and x is obj else x

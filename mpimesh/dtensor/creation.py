@@ -101,8 +101,7 @@ def distribute(
         block = mine if _is_member(mesh) else None
         compare_call(mesh, "distribute", (mine, layout.text))
         source = DTensor(mesh, Layout.replicated(layout.mesh), mine.shape, mine.dtype, block)
-        made = source.redistribute(placements)
-        return made.copy() if made is source else made
+        return source.redistribute(placements)
     root = as_int(root, "root", RankError)
     layout.mesh.offset_of(root)  # refuses one that is not there
     if not _is_member(mesh):
@@ -292,7 +291,8 @@ def with_summands(
     """Return the tensor with the values of a block for each box, or of summands of it. Local."""
     values = [Replicate() if isinstance(spec, Partial) else spec for spec in layout.placement]
     made = made_of_blocks(shape, mesh, Layout(mesh, values), block_of, dtype)
-    return made.redistribute(layout.placement)  # of copies summands are made without any message
+    # Of copies summands are made without any message.
+    return made.redistribute(layout.placement) if layout.partial_op else made
 
 
 def shape_of_lengths(shape: Sequence[int] | int) -> Shape:

@@ -66,9 +66,9 @@ class DTensor(Methods):
     into it as you like, between operations. A rank that the mesh leaves out holds the
     tensor, too, to take part in :meth:`redistribute`; it has no block.
 
-    What is taken by a key, ``x[2:5]``, is a copy on every mesh; what `reshape`, `transpose` and the
-    like give may share its memory with `x`, or not, as the layout has it: write into neither to
-    change the other.
+    Results are copies, also what a key takes, ``x[2:5]``, and what `reshape` and `redistribute`
+    give, on every mesh and in every layout. Views, through which a write reaches `x`, are only
+    `local`, what permutes axes (`T`), `np.expand_dims`, `real` and `imag`.
     """
 
     __slots__ = ("__weakref__", "_block", "_dtype", "_layout", "_mesh", "_shape")
@@ -304,7 +304,7 @@ class DTensor(Methods):
             max_bytes: Most memory for packed messages at a time; 0 for no limit.
 
         Returns:
-            A tensor with a block of its own; with the same one if the layout is the same.
+            A tensor with a block of its own, also if the layout is the same.
 
         Raises:
             LayoutError: If the placements do not fit the array or the mesh.
@@ -316,7 +316,7 @@ class DTensor(Methods):
         target = self._target(placements, mesh)
         if (mesh is None or mesh is self._mesh) and target == self._layout:
             compare_call(self._mesh, "redistribute", (self, target.text))
-            return self
+            return self.copy()
         return self._start(target, mesh, max_bytes).resolve()
 
     def start_redistribute(
@@ -435,7 +435,7 @@ class DTensor(Methods):
         if self._block is not None:
             block = self.mesh.shared_empty(self._block.shape, self.dtype)
             block[...] = self._block
-        return DTensor(self.mesh, self.layout, self.shape, self.dtype, block)
+        return DTensor._of_block(self.mesh, self.layout, self.shape, self.dtype, block)
 
     def _target(self, placements: PlacementLike | None, mesh: DeviceMesh | None) -> Layout:
         goal = self._mesh if mesh is None else mesh

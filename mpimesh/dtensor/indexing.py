@@ -30,6 +30,7 @@ from mpimesh.dtensor.run import (
     as_tensor,
     as_tensors,
     axes_of,
+    implements_anew,
     implements_by_name,
     moved_to,
     row_of,
@@ -274,10 +275,13 @@ def _truth(x: DTensor) -> DTensor:
 def meshgrid(
     *xi: Any, copy: bool = True, sparse: bool = False, indexing: str = "xy"
 ) -> tuple[DTensor, ...]:
-    """Return the coordinates of a grid. Local: each is split along the axis that it runs along."""
+    """Return the coordinates of a grid. Local: each is split along the axis that it runs along.
+
+    They never share memory with `xi`; without `copy` they cannot be written to.
+    """
     if indexing not in ("xy", "ij"):
         raise ShapeError.everywhere(f"indexing is xy or ij, got {indexing!r}")
-    rows = [ravel(one) for one in as_tensors(xi)]
+    rows = [ravel(one.copy()) for one in as_tensors(xi)]
     axes = range(len(rows))
     found = [
         expand_dims(row, tuple(other for other in axes if other != axis))
@@ -291,7 +295,7 @@ def meshgrid(
     return tuple(one.copy() for one in found) if copy else tuple(found)
 
 
-@implements(np.ix_)
+@implements_anew(np.ix_)
 def ix_(*args: Any) -> tuple[DTensor, ...]:
     """Return rows as indices along one axis each. Collective for truth values, which are found."""
     found = []
@@ -403,7 +407,7 @@ def trim_zeros(filt: Any, trim: str = "fb", axis: Any = None) -> DTensor:
 @implements(np.apply_over_axes)
 def apply_over_axes(func: Any, a: Any, axes: Any) -> Any:
     """Call a reduction over one axis after the other, which stay with length 1."""
-    found = a
+    found = a if row_of(axes) else a.copy()
     for axis in row_of(axes):
         which = normal_axis(axis, max(a.ndim, 1))
         made = func(found, which)

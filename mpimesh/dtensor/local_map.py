@@ -103,6 +103,9 @@ def _wrapped(
             f"got {value!r}"
         )
     block = writable_block(host_array(value), mesh)
+    if any(one.is_member and np.may_share_memory(block, one.local) for one in tensors):
+        block, shared = mesh.shared_empty(block.shape, block.dtype), block
+        block[...] = shared  # of an argument that was brought elsewhere it would be new, too
     axes = 1 + max((s.axis for s in layout.placement if isinstance(s, Shard)), default=-1)
     if block.ndim < axes:
         raise ShapeError(

@@ -191,12 +191,8 @@ class Methods(NDArrayOperatorsMixin):
         return self._call(np.ravel, self, order)
 
     def flatten(self, order: str = "C") -> Self:
-        """Return all elements along one axis, as a new array."""
-        found: Any = self.ravel(order)
-        me: Any = self
-        if me.is_member and np.shares_memory(found.local, me.local):
-            found = found.copy()
-        return self._call(lambda: found)
+        """Return all elements along one axis, as :meth:`ravel`, which here gives a copy, too."""
+        return self.ravel(order)
 
     def transpose(self, *axes: Any) -> Self:
         """See :func:`numpy.transpose`; the axes may be several arguments."""
@@ -320,12 +316,12 @@ class Methods(NDArrayOperatorsMixin):
 
     @property
     def real(self) -> Self:
-        """The real parts. Local."""
+        """The real parts: a view. Local."""
         return _part(self, np.real)
 
     @property
     def imag(self) -> Self:
-        """The imaginary parts. Local."""
+        """The imaginary parts: a view. Local."""
         return _part(self, np.imag)
 
     def astype(self, dtype: DTypeLike, *, casting: Any = "unsafe", copy: bool = True) -> Self:
@@ -385,12 +381,17 @@ def reduced(x: T) -> T:
 
 
 def _part(x: T, function: Any) -> T:
-    """Return a real part: of sums that are waited for, too, which stay so."""
+    """Return a real part: of sums that are waited for, too, which stay so.
+
+    It is a view. Of complex products that are waited for it cannot be one, and cannot be written.
+    """
     me: Any = x
     op = me.layout.partial_op
-    if op not in ("", "sum", "mean"):
+    if op not in ("", "sum", "mean") and (me.dtype.kind == "c" or function is not np.real):
         me = reduced(me)
     block = function(me.local) if me.is_member else None
+    if block is not None and me is not x:
+        block.flags.writeable = False
     kind = function(np.empty(0, me.dtype)).dtype if block is None else block.dtype
     part: T = type(me)(me.mesh, me.layout, me.shape, kind, block)
     return part

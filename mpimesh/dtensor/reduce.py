@@ -15,6 +15,7 @@ import numpy as np
 from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.elementwise import call, plain
+from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.redistribute import identity_of
 from mpimesh.dtensor.run import (
     Work,
@@ -26,7 +27,7 @@ from mpimesh.dtensor.run import (
     shape_of,
 )
 from mpimesh.errors import ShapeError
-from mpimesh.layout import Layout, Partial, PlacementSpec, Replicate, Shard
+from mpimesh.layout import Layout, Partial, PlacementSpec, Shard
 from mpimesh.layout.op_rules import Linearity, broadcast_shape, reduced_shape, reduction_pattern
 from mpimesh.runtime.operands import normal_axis
 
@@ -301,9 +302,7 @@ def _first_of_best(
         return _shaped(value, x, axes, block)
 
     values = reduce_blocks(best, [x], axes, op, x.dtype, keepdims=True)
-    everywhere = values.redistribute(
-        [Replicate() if isinstance(spec, Partial) else spec for spec in values.placement]
-    )
+    everywhere = reduced(values)
 
     # The layout of the blocks is fixed: a second search for a layout might find another one.
     specs: list[PlacementSpec] = []

@@ -18,7 +18,13 @@ from mpimesh.arrays import HostArray
 from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.picking import exchange_counts, exchange_pieces, place_in
-from mpimesh.dtensor.run import as_tensors, axes_of, implements_by_name, moved_to
+from mpimesh.dtensor.run import (
+    as_tensors,
+    axes_of,
+    implements_anew,
+    implements_by_name,
+    moved_to,
+)
 from mpimesh.errors import AxisError, NoRuleError, ShapeError
 from mpimesh.layout import Layout, Tiling
 from mpimesh.layout.axis_rules import full_shape, renumbered, reshaped_placement, unsplit
@@ -119,7 +125,7 @@ def expand_dims(a: Any, axis: Any) -> DTensor:
     return DTensor(a.mesh, layout, shape, a.dtype, block)
 
 
-@implements(np.squeeze)
+@implements_anew(np.squeeze)
 def squeeze(a: Any, axis: Any = None) -> DTensor:
     """Drop axes of length 1; one that is split is first replicated along its dims."""
     if axis is None:
@@ -300,51 +306,56 @@ def shape_tuple(shape: Any) -> tuple[int, ...]:
         raise ShapeError(f"a shape is made of whole numbers, got {shape!r}") from None
 
 
-@implements(np.reshape)
+@implements_anew(np.reshape)
 def reshape(a: DTensor, /, shape: Any, order: str = "C", *, copy: bool | None = None) -> DTensor:
     """Return the elements in another shape. Collective, if any have to move.
 
     The splits of :func:`~mpimesh.layout.axis_rules.reshaped_placement` stay, and so do sums
-    that are waited for. Where nothing moves, the block is a view of that of `a` if NumPy can make
-    one.
+    that are waited for. Users get a copy; here, where nothing moves, the block may be a view of
+    that of `a`.
     """
+    if copy is False:
+        raise NoRuleError.everywhere(
+            f"np.reshape of split arrays is a copy in every layout, got copy=False for {a!r}; "
+            "leave it out"
+        )
     if order == "F":
         turned = permuted(a, range(a.ndim)[::-1])
         wanted = shape_tuple(shape)[::-1]
-        found = reshape(turned, wanted, copy=copy)
+        found = reshape(turned, wanted)
         return permuted(found, range(found.ndim)[::-1])
     if order != "C":
         raise NoRuleError(f"split arrays are reshaped in order 'C' or 'F', got {order!r}")
     new = full_shape(a.shape, shape_tuple(shape))
     if new == a.shape:
-        return a.copy() if copy else a
+        return a
     placement, moves = reshaped_placement(a.layout.mesh, a.placement, a.shape, new)
     layout = Layout(a.mesh, placement)
     if moves:
-        if copy is False:
-            raise ShapeError(
-                f"an array of shape {a.shape} as {a.layout} cannot be reshaped to {new} without a "
-                "copy: elements have to change ranks"
-            )
         return reflow(a, new, layout)
     block = None
     if a.is_member:
-        block = np.reshape(a.local, layout.local_shape(new, a.mesh.rank), copy=copy)
+        block = np.reshape(a.local, layout.local_shape(new, a.mesh.rank))
     return DTensor(a.mesh, layout, new, a.dtype, block)
 
 
-@implements(np.ravel)
+@implements_anew(np.ravel)
 def ravel(a: Any, order: str = "C") -> DTensor:
     """Return all elements along one axis. Collective, if any have to move."""
     return reshape(a, (-1,) if a.size else (0,), "C" if order in "AK" else order)
 
 
 @implements_by_name(np.broadcast_to)
+def _broadcast_anew(array: Any, shape: Any) -> DTensor:
+    """Return a copy of the array, repeated as by `broadcast_to`."""
+    return broadcast_to(array.copy(), shape)
+
+
 def broadcast_to(array: Any, shape: Any) -> DTensor:
     """Return the array with axes of length 1 repeated, and with new axes in front.
 
     Collective only if an axis to be repeated is split, which is then replicated. The
-    result cannot be written to.
+    result cannot be written to. It may be a view of the array's block.
     """
     new = shape_tuple(shape)
     try:
@@ -370,7 +381,7 @@ def broadcast_arrays(*args: Any, subok: bool = False) -> tuple[DTensor, ...]:
     """Return all arrays with the shape that they have together."""
     tensors = as_tensors(args)
     shape = joint_shape([one.shape for one in tensors])
-    return tuple(broadcast_to(one, shape) for one in tensors)
+    return tuple(broadcast_to(one.copy(), shape) for one in tensors)
 
 
 def joint_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
@@ -57,6 +57,7 @@ __all__ = [
     "as_tensors",
     "axes_of",
     "checked_out",
+    "implements_anew",
     "implements_by_name",
     "linear_in",
     "moved_to",
@@ -89,6 +90,38 @@ def implements_by_name(*functions: Callable[..., Any]) -> Callable[[F], F]:
         return rule
 
     return register
+
+
+def implements_anew(*functions: Callable[..., Any]) -> Callable[[F], F]:
+    """Mark a function as the rule of NumPy's `functions`, whose result is then always a copy.
+
+    The marked function itself may return an argument or a view of one, as layouts have it: other
+    rules call it and save the copy.
+    """
+
+    def register(rule: F) -> F:
+        @wraps(rule)
+        def do(*args: Any, **options: Any) -> Any:
+            return _unshared(rule(*args, **options), args)
+
+        implements(*functions)(do)
+        return rule
+
+    return register
+
+
+def _unshared(found: Any, args: Any) -> Any:
+    """Return a result, copied where its block shares memory with that of an argument."""
+    if isinstance(found, tuple | list):
+        return type(found)(_unshared(one, args) for one in found)
+    if not isinstance(found, DTensor) or not found.is_member:
+        return found
+    for one in args:
+        if isinstance(one, DTensor | np.ndarray):
+            block = one if isinstance(one, np.ndarray) else one.local
+            if found is one or np.may_share_memory(found.local, block):
+                return found.copy()
+    return found
 
 
 def _by_name(function: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -333,10 +366,13 @@ def _run_placed(
             DTensor._of_block(mesh, layout, shape, kind, block)
             for kind, block in zip(kinds, out, strict=True)
         )
-    return tuple(
-        DTensor(mesh, layout, shape, kind, np.asarray(block, kind))
-        for kind, block in zip(kinds, made if isinstance(made, tuple) else (made,), strict=True)
-    )
+    results = []
+    for kind, one in zip(kinds, made if isinstance(made, tuple) else (made,), strict=True):
+        block = np.asarray(one, kind)
+        if any(np.may_share_memory(block, other) for other in blocks):
+            block = block.copy()  # of a view: some layouts give none
+        results.append(DTensor(mesh, layout, shape, kind, block))
+    return tuple(results)
 
 
 def _brought(operands: Sequence[Any], goals: Sequence[Layout], rank: int) -> tuple[Any, ...]:
@@ -407,7 +443,7 @@ def reduced_anywhere(x: DTensor) -> DTensor:
         return x
     pattern = reduction_pattern(x.shape, (), "")
     rule = rule_for(x.layout.mesh, (operand_of(x),), pattern, x.shape, x.itemsize)
-    return x.redistribute(rule.output)
+    return moved_to(x, rule.output)
 
 
 def store(result: DTensor, out: Any, casting: Any = "same_kind") -> DTensor:
@@ -425,7 +461,7 @@ def store(result: DTensor, out: Any, casting: Any = "same_kind") -> DTensor:
             f"a result of {result.dtype} cannot be written into {target!r} by casting={casting!r}"
         )
     common_mesh([result, target])
-    moved = result.redistribute(target.placement)
+    moved = moved_to(result, target.placement)
     if target.is_member and moved.local is not target.local:
         np.copyto(target.local, moved.local, casting=casting)
     return target

@@ -29,6 +29,7 @@ from mpimesh.dtensor.run import (
     as_tensors,
     axes_of,
     implements_by_name,
+    moved_to,
     on_stacks,
     whole_key,
 )
@@ -91,7 +92,7 @@ def _of_blocks_before(
     totals = DTensor(x.mesh, Layout(x.mesh, Placement(specs)), shape, kind, total)
     if total is None:
         return None
-    every = totals.redistribute(unsplit(totals.placement, {axis})).local
+    every = moved_to(totals, unsplit(totals.placement, {axis})).local
     filled = np.flatnonzero(lengths[: totals.global_offset[axis]])
     if not filled.size:
         return None
@@ -173,7 +174,7 @@ def diff(a: DTensor, n: int = 1, axis: int = -1) -> DTensor:
         Along a split axis each rank gets one element of each line from the next one.
     """
     if index(n) == 0:
-        return a  # as NumPy does, whatever its axes
+        return a.copy()  # whatever its axes
     if a.ndim == 0 or index(n) < 0:
         raise ShapeError(f"np.diff takes n >= 0 and at least 1 axis, got n={n}, shape {a.shape}")
     which, x = normal_axis(axis, a.ndim), reduced(a)
@@ -184,7 +185,7 @@ def diff(a: DTensor, n: int = 1, axis: int = -1) -> DTensor:
         dtype = minus(one, one).dtype
         first = pick_along(x, {which: range(max(0, length - 1))}, name="diff")
         later = pick_along(x, {which: range(min(1, length), length)}, name="diff")
-        later = later if later.placement == first.placement else later.redistribute(first.placement)
+        later = moved_to(later, first.placement)
         block = minus(later.local, first.local) if x.is_member else None
         x = DTensor(x.mesh, first.layout, first.shape, dtype, block)
     return x
@@ -195,7 +196,7 @@ def _with_neighbours(x: DTensor, axis: int, before: int, after: int) -> tuple[DT
     x = reduced(x)
     dims = [d for d, s in enumerate(x.placement) if isinstance(s, Shard) and s.axis == axis]
     if len(dims) > 1:
-        x = x.redistribute(unsplit(x.placement, {axis}))
+        x = moved_to(x, unsplit(x.placement, {axis}))
     if len(dims) != 1:
         return x, x
     edges = x.layout.tiling(x.shape).bounds[axis].tolist()

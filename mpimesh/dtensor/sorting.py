@@ -96,7 +96,7 @@ def _exchanged(
     rows = merge(found[0], kind="stable")
     block = found[1][rows] if indices else rows
     merged = DTensor(mesh, layout, x.shape, block.dtype, block)
-    return merged.redistribute(x.placement)
+    return moved_to(merged, x.placement)
 
 
 def _cuts(row: DTensor, dim: int, values: HostArray, before: HostArray, parts: int) -> list[int]:

@@ -16,6 +16,7 @@ from mpimesh.dtensor.reduce import reduce
 from mpimesh.dtensor.run import (
     Work,
     as_tensors,
+    implements_anew,
     implements_by_name,
     reduced_anywhere,
     run,
@@ -356,7 +357,7 @@ def piecewise(x: Any, condlist: Any, funclist: Any, *args: Any, **kw: Any) -> An
     return blockwise(work, [x, *rows])
 
 
-@implements(np.real_if_close)
+@implements_anew(np.real_if_close)
 def real_if_close(a: DTensor, tol: float = 100) -> DTensor:
     """Return the real parts, if no imaginary part is larger than `tol` says. Collective."""
     if a.dtype.kind != "c":

@@ -15,6 +15,7 @@ from mpimesh.dtensor.creation import distribute
 from mpimesh.dtensor.defaults import as_live, current_mesh
 from mpimesh.dtensor.dispatch import StandIn
 from mpimesh.dtensor.dtensor import DTensor
+from mpimesh.dtensor.run import moved_to
 from mpimesh.errors import DTypeError, LayoutError, MissingPackageError, ShapeError
 from mpimesh.layout import Layout, PlacementLike
 from mpimesh.runtime import DeviceMesh
@@ -173,9 +174,7 @@ class DVariable(StandIn, NDArrayOperatorsMixin):
             ShapeError: If it has another shape.
             DTypeError: If it is of another dtype.
         """
-        given = self._given(value, "assign")
-        moved = given.redistribute(self.layout)
-        self._value = moved.copy() if moved is given else moved
+        self._value = self._given(value, "assign").redistribute(self.layout)
         return self
 
     def assign_add(self, delta: Any) -> DVariable:
@@ -187,7 +186,7 @@ class DVariable(StandIn, NDArrayOperatorsMixin):
         return self._update(np.subtract, delta, "assign_sub")
 
     def _update(self, ufunc: np.ufunc, delta: Any, what: str) -> DVariable:
-        moved = self._given(delta, what).redistribute(self.layout)
+        moved = moved_to(self._given(delta, what), self.layout.placement)
         now, block = self._value, None
         if now.is_member:
             block = now.mesh.shared_empty(now.local.shape, now.dtype)

@@ -18,7 +18,16 @@ from mpimesh.errors import DeadlockError, MismatchError, MpimeshError, NoRuleErr
 from tests.helpers import warned
 from tests.helpers.dtensor_check import split
 
-__all__ = ["Case", "Operand", "check", "expected_of", "problem_on", "problems", "values"]
+__all__ = [
+    "Case",
+    "Operand",
+    "check",
+    "evaluated",
+    "expected_of",
+    "problem_on",
+    "problems",
+    "values",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +108,7 @@ _NAMES: dict[str, Any] = {"np": np, "then": _then, "set": _set, "nan": np.nan, "
 """Names for expressions beside their operands."""
 
 
-def _evaluated(case: Case, arrays: Sequence[Any]) -> Any:
+def evaluated(case: Case, arrays: Sequence[Any]) -> Any:
     """Evaluate the expression; the case is its file name, and so stands in every traceback."""
     names = {f"x{number}": array for number, array in enumerate(arrays)}
     return eval(compile(case.text, f"<{case}>", "eval"), _NAMES | names)
@@ -122,7 +131,7 @@ def expected_of(case: Case) -> Expected:
     arrays = [values(one) for one in case.operands]
     with warned.ignored:
         try:
-            return Expected(_tree(_evaluated(case, arrays)), None, arrays[0])
+            return Expected(_tree(evaluated(case, arrays)), None, arrays[0])
         except Exception as error:
             return Expected(None, error, arrays[0])
 
@@ -216,7 +225,7 @@ def problem_on(mesh: mm.DeviceMesh, case: Case, expected: Expected) -> str:
     error: Exception | None = None
     found: Any = None
     try:
-        found = _evaluated(case, arrays)
+        found = evaluated(case, arrays)
     except (DeadlockError, MismatchError, RemoteError):
         raise
     except Exception as caught:

@@ -266,16 +266,6 @@ def test_it_goes_on_while_the_rank_works():
     mm.run_virtual(4, main)
 
 
-def test_the_same_layout_is_the_same_block():
-    def main():
-        with mm.DeviceMesh("a=2") as mesh:
-            a = mm.distribute(np.arange(4), mesh, "S0")
-            assert a.redistribute("a=S0") is a
-            assert a.redistribute("R") is not a
-
-    mm.run_virtual(2, main)
-
-
 def test_a_copy_is_a_copy():
     """Without any move, too, the block is one of its own."""
 
