@@ -62,9 +62,9 @@ def ufunc_rule(ufunc: np.ufunc, method: str, args: Sequence[Any], kwargs: dict[s
         if ufunc.signature is not None:
             return sure_rule_of(ufunc)(*args, **kwargs)
         return call(ufunc, args, **kwargs)
-    if method == "reduce":
+    if method in ("reduce", "accumulate"):
         out = kwargs.pop("out", None)
-        made = sure_rule_of(np.ufunc.reduce)(ufunc, *args, **kwargs)
+        made = sure_rule_of(getattr(np.ufunc, method))(ufunc, *args, **kwargs)
         return made if out is None else store(made, out)
     if method == "outer":
         return outer(ufunc, *args, **kwargs)

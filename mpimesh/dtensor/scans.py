@@ -1,13 +1,13 @@
 """Cumulative sums and products, and functions of an element and its neighbours along an axis.
 
-Where one mesh dim splits the axis, each rank gets the few elements next to its block; where several
-do, the axis is brought whole.
+A scan has NumPy's value of each element, whatever the number of ranks: infinite and not a number
+where that is, and else up to rounding. For neighbours, where one mesh dim splits the axis, each
+rank gets the few elements next to its block; where several do, the axis is brought whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import pairwise
 from operator import index
 from typing import Any, cast
@@ -15,13 +15,13 @@ from typing import Any, cast
 import numpy as np
 
 from mpimesh.arrays import HostArray
-from mpimesh.dtensor.consistency import raise_float_errors_together
+from mpimesh.dtensor.consistency import raise_float_errors_together, raise_together
 from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.elementwise import tried
 from mpimesh.dtensor.joining import concatenate
 from mpimesh.dtensor.methods import reduced
-from mpimesh.dtensor.picking import pick, pick_along
+from mpimesh.dtensor.picking import pick, pick_along, place_in, true_anywhere
 from mpimesh.dtensor.reduce import reduce
 from mpimesh.dtensor.reshape import moveaxis, ravel, row_along
 from mpimesh.dtensor.run import (
@@ -36,49 +36,129 @@ from mpimesh.dtensor.run import (
 from mpimesh.errors import DTypeError, ShapeError
 from mpimesh.layout import Layout, Placement, PlacementSpec, Shard
 from mpimesh.layout.axis_rules import unsplit
+from mpimesh.layout.tiling import places_of
+from mpimesh.runtime import MAX_TAG
 from mpimesh.runtime.operands import normal_axis
 
 __all__: list[str] = []
 
 
 def _scan(ufunc: np.ufunc, a: DTensor, axis: Any, dtype: Any, first: Any = None) -> DTensor:
-    """Do ``ufunc.accumulate`` over blocks.
+    """Do ``ufunc.accumulate``, of sums and products in the dtype of NumPy's functions.
 
     Args:
-        ufunc: ``np.add`` or ``np.multiply``.
+        ufunc: A ufunc of two operands.
         a: The array.
         axis: The axis; None for all elements in a row.
         dtype: The result's dtype; None for NumPy's choice.
         first: What is done with each block before; None for nothing.
 
     Cost:
-        If the axis is split, every rank gets one element of each line from each other rank.
+        If the axis is split, every rank gets one element of each line from each other rank. Where
+        only NumPy's order gives its result, blocks wait for the one before instead.
     """
     x, which = row_along(a, axis)
     x = reduced(x)
-    name = np.cumsum if ufunc is np.add else np.cumprod
-    kind = name(np.zeros(1, x.dtype), dtype=dtype).dtype
-    dims = x.layout.sharding_dims(which)
-    block = total = None
-    if x.is_member:
-        values = x.local if first is None else first(x.local)
-        block = x.mesh.shared_empty(values.shape, kind)
+    kind = ufunc.accumulate(np.ones(2, x.dtype), dtype=dtype).dtype
+    layout = x.layout
+    if not x.is_member:
+        return DTensor(x.mesh, layout, x.shape, kind, None)
+    values = x.local if first is None else first(x.local)
+    block = x.mesh.shared_empty(values.shape, kind)
+    if not layout.sharding_dims(which):
         with raise_float_errors_together(x.mesh):
-            name(values, which, dtype=dtype, out=block)
-        total = np.zeros(_with(block.shape, which, 1), kind)
-        if block.shape[which]:
-            total[...] = block[(*(slice(None),) * which, slice(-1, None))]
-    if dims:
-        with raise_float_errors_together(x.mesh) if x.is_member else nullcontext():
-            before = _of_blocks_before(ufunc, x, which, total)
-            if before is not None:
-                ufunc(block, before, out=block)
-    return DTensor(x.mesh, x.layout, x.shape, kind, block)
+            ufunc.accumulate(values, which, dtype=kind.type, out=block)
+    elif not _scan_at_once(ufunc, x, which, values, block):
+        _scan_in_turn(ufunc, x, which, values, block)
+    return DTensor(x.mesh, layout, x.shape, kind, block)
 
 
-def _of_blocks_before(
-    ufunc: np.ufunc, x: DTensor, axis: int, total: HostArray | None
-) -> HostArray | None:
+def _scan_at_once(
+    ufunc: np.ufunc, x: DTensor, axis: int, values: HostArray, block: HostArray
+) -> bool:
+    """Scan all blocks at once, then put to each what all before it come to. Collective.
+
+    Returns:
+        Whether that is NumPy's result: to the bit, or for sums and products of floats within the
+        rounding errors of its order, and then with nothing infinite or NaN in either order.
+    """
+    kind = block.dtype
+    exact = ufunc in _EXACT and kind.kind != "c"
+    if ufunc in _SUMS and kind.kind in "fc":
+        # A sum in NumPy's order is off by at most n * eps / 2 of the largest one on its way, a
+        # product by some n * eps of itself. With n * eps < 1, both are below 4 times the largest
+        # value of the blocks, before and after the others are put to them.
+        if x.shape[axis] * np.finfo(kind).eps >= 1:
+            return False
+    elif not exact and not (ufunc in _SUMS and kind.kind in "biu"):
+        return False
+    floats = not exact and kind.kind in "fc"
+    with np.errstate(all="ignore"):  # of integers nothing is told, and of these floats is nothing
+        ufunc.accumulate(values, axis, dtype=kind.type, out=block)
+        safe = not floats or _is_far_from_limits(ufunc, block)
+        total = np.zeros(_with(block.shape, axis, 1), kind)
+        if block.shape[axis]:
+            total[...] = block[(*(slice(None),) * axis, slice(-1, None))]
+        before = _of_blocks_before(ufunc, x, axis, total)
+        if before is not None:
+            ufunc(block, before, out=block)
+            safe = safe and (not floats or _is_far_from_limits(ufunc, block))
+    return not floats or not true_anywhere(x.mesh, f"np.{ufunc.__name__}.accumulate", not safe)
+
+
+_SUMS = (np.add, np.multiply)
+_EXACT = (np.minimum, np.maximum)
+
+
+def _is_far_from_limits(ufunc: np.ufunc, block: HostArray) -> bool:
+    """Tell whether all values are far from the largest of their dtype, and products from 0."""
+    size, limits = np.abs(block), np.finfo(block.dtype)
+    if not (size.max(initial=0.0) < limits.max / 16):  # not if one is NaN
+        return False
+    return ufunc is np.add or bool(size.min(initial=1.0) > limits.tiny * 16)
+
+
+def _scan_in_turn(
+    ufunc: np.ufunc, x: DTensor, axis: int, values: HostArray, block: HostArray
+) -> None:
+    """Scan each block from the last elements of the one before, as NumPy does. Collective."""
+    mesh, coords = x.mesh, places_of(x.layout.mesh).coords
+    me = place_in(mesh)
+    dims = [d for d, s in enumerate(x.placement) if isinstance(s, Shard) and s.axis == axis]
+    same = np.delete(coords, dims, axis=1)
+    team = np.flatnonzero((same == same[me]).all(axis=1))
+    # Row-major in the mesh is in order along the axis. What has no elements is passed by.
+    lengths = np.diff(x.layout.tiling(x.shape).bounds[axis])
+    team = team[lengths > 0].tolist()
+    name = f"np.{ufunc.__name__}.accumulate"
+    needed = "raise" in np.geterr().values() or (ufunc is np.power and block.dtype.kind == "i")
+    with raise_together(mesh, name, needed=needed):
+        if me not in team:
+            return
+        turn, group = team.index(me), mesh.group()
+        rows = values.astype(block.dtype, copy=False)
+        if turn:
+            edge = group.recv(
+                team[turn - 1],
+                shape=_with(block.shape, axis, 1),
+                dtype=block.dtype,
+                tag=_TAG,
+                label=name,
+            ).resolve()
+            rows = np.concatenate([edge, rows], axis)
+        try:
+            found = ufunc.accumulate(rows, axis, dtype=block.dtype.type)
+            block[...] = found[(*(slice(None),) * axis, slice(-block.shape[axis], None))]
+        finally:  # also after an error: the next ones wait
+            if turn + 1 < len(team):
+                last = block[(*(slice(None),) * axis, slice(-1, None))]
+                group.send(last, team[turn + 1], tag=_TAG, label=name).resolve()
+
+
+_TAG = MAX_TAG
+
+
+def _of_blocks_before(ufunc: np.ufunc, x: DTensor, axis: int, total: HostArray) -> HostArray | None:
     """Return the sum of the totals of all blocks of a line before this rank's. Collective.
 
     None where there are no elements before: a sum with 0, or a product with 1, may differ from the
@@ -88,16 +168,13 @@ def _of_blocks_before(
     # One element of each block, in an array that is split as x is.
     specs = [Shard(axis) if isinstance(s, Shard) and s.axis == axis else s for s in x.placement]
     shape = _with(x.shape, axis, len(lengths))
-    kind = np.dtype(float) if total is None else total.dtype
-    totals = DTensor(x.mesh, Layout(x.mesh, Placement(specs)), shape, kind, total)
-    if total is None:
-        return None
+    totals = DTensor(x.mesh, Layout(x.mesh, Placement(specs)), shape, total.dtype, total)
     every = moved_to(totals, unsplit(totals.placement, {axis})).local
     filled = np.flatnonzero(lengths[: totals.global_offset[axis]])
     if not filled.size:
         return None
     line: HostArray = every.take(filled, axis)
-    found: HostArray = ufunc.reduce(line, axis, dtype=kind.type, keepdims=True)
+    found: HostArray = ufunc.reduce(line, axis, dtype=total.dtype.type, keepdims=True)
     return found
 
 
@@ -113,11 +190,25 @@ def _ones_for_nan(value: Any) -> Callable[[HostArray], HostArray]:
     return replaced
 
 
+@implements(np.ufunc.accumulate)
+def accumulate(ufunc: np.ufunc, array: Any, axis: Any = 0, dtype: Any = None) -> DTensor:
+    """Do ``ufunc.accumulate``. Collective, if the axis is split.
+
+    Of sums and products see :func:`cumsum` and :func:`cumprod`; minima and maxima are taken of all
+    blocks at once, and for other ufuncs the ranks go one after the other.
+    """
+    ufunc.accumulate(np.ones((1,) * array.ndim, array.dtype), axis, dtype)  # as NumPy refuses
+    return _scan(ufunc, array, axis, dtype)
+
+
 @implements_by_name(np.cumsum)
 def cumsum(a: Any, axis: Any = None, dtype: Any = None) -> DTensor:
     """Return the sums of all elements up to each one. Collective, if the axis is split.
 
-    Along a split axis floats are added in another order than NumPy's: block by block.
+    Along a split axis floats are added block by block, within the error bound of NumPy's order.
+    Where that order matters, because sums come near the largest number of the dtype, are infinite
+    or NaN, or there are more elements than ``1 / eps``, the ranks go one after the other, and
+    find NumPy's sums to the bit.
     """
     return _scan(np.add, a, axis, dtype)
 
@@ -126,8 +217,10 @@ def cumsum(a: Any, axis: Any = None, dtype: Any = None) -> DTensor:
 def cumprod(a: Any, axis: Any = None, dtype: Any = None) -> DTensor:
     """Return the products of all elements up to each one. Collective, if the axis is split.
 
-    Along a split axis, block by block: after an infinite complex number, what is NaN depends on
-    the order, as ``(inf + 0j) * 1j`` is ``nan + infj``.
+    Products of floats soon leave the range of their dtype, and stay 0, infinite or NaN in the order
+    in which they are taken: ``1e-200 * 1e-200 * 1e200 * 1e200`` is 0. So only where all products,
+    those of each block alone, too, are well inside are blocks worked on at once; else the ranks go
+    one after the other, and find NumPy's products to the bit, as late as one rank would.
     """
     return _scan(np.multiply, a, axis, dtype)
 

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-LATER = ("np.linalg.lstsq",)
+LATER = ("np.linalg.lstsq", "np.ufunc.accumulate")
 """Rules that come after each round: the draws of all others stay as they were without them."""
 
 
@@ -59,8 +59,8 @@ def rule_names() -> set[str]:
 
 
 def _spelled(function: Any) -> str:
-    if function is np.ufunc.reduce:
-        return "np.ufunc.reduce"
+    if function in (np.ufunc.reduce, np.ufunc.accumulate):
+        return f"np.ufunc.{function.__name__}"
     return name_of(function).replace("numpy.", "np.").replace("_operator.", "operator.")
 
 
@@ -108,7 +108,7 @@ def _ufunc(d: Draw, rule: str) -> str:
     if ufunc.nin == 2 and d.chance(0.08) and d.ndim(first) < 2:
         return f"np.{name}.outer({args[0]}, {args[1]})"
     if d.chance(0.03):
-        return f"np.{name}.{d.pick('accumulate', 'reduceat', 'at')}({args[0]}, [0])"
+        return f"np.{name}.{d.pick('reduceat', 'at')}({args[0]}, [0])"
     text = f"np.{name}({', '.join(args)}"
     text += d.options(dtype="f8 f4 i8 c16") if d.chance(0.3) else ""
     text += d.options(casting="unsafe no same_kind") if d.chance(0.2) else ""

@@ -112,6 +112,14 @@ def _scans(d: Draw, rule: str) -> str:
     return d.with_out(text)
 
 
+@cases("ufunc.accumulate")
+def _accumulated(d: Draw, rule: str) -> str:
+    name = d.pick("add", "multiply", "maximum", "subtract", "logaddexp", "logical_or", "hypot")
+    x = d.array(flavour="unit" if name == "multiply" else None)
+    text = f"np.{name}.accumulate({x}, axis={d.pick(d.axis(x), d.axis(x), 'None')}"
+    return d.with_out(f"{text}{d.options(dtype='f8')})")
+
+
 @cases("cumulative_sum", "cumulative_prod")
 def _cumulative(d: Draw, rule: str) -> str:
     x = d.array(flavour="unit" if "prod" in rule else None)

@@ -298,8 +298,8 @@ def test_what_is_refused_is_refused_before_anything_moves():
                 np.add(x, 1, out=y)
             with pytest.raises(ShapeError):
                 np.where(x, x)
-            with pytest.raises(NoRuleError, match="accumulate"):
-                np.add.accumulate(x)
+            with pytest.raises(NoRuleError, match="reduceat"):
+                np.add.reduceat(x, [0])
             with pytest.raises(TypeError):
                 np.copyto(zeros((4, 3), mesh, "R", dtype="i4"), x)
             with pytest.raises(DTypeError):
