@@ -51,6 +51,7 @@ from mpimesh.comm.device_strategy import (
     CommStream,
     DeviceStrategy,
     agree,
+    is_plain,
     steps_in,
 )
 from mpimesh.comm.engine import Steps
@@ -498,8 +499,7 @@ def export_array(x: Array, *, process: int, own: bool = False) -> Any:
     if x.nbytes == 0:
         return descriptor
     descriptor["nbytes"] = -1
-    # Memory of the asynchronous pool, managed memory and that of others has no handle.
-    if not own and getattr(x.data.mem, "identity", type(x.data.mem).__name__) != "Memory":
+    if not own and not is_plain(x):
         return descriptor
     runtime = sys.modules["cupy"].cuda.runtime
     try:

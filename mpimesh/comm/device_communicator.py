@@ -39,6 +39,9 @@ from mpimesh.comm.device_strategy import (
     Collective,
     DeviceStrategy,
     checked,
+    is_plain,
+    plain_copy,
+    plain_empty,
     steps_in,
 )
 from mpimesh.comm.engine import ProgressEngine, StagedRequest, Steps
@@ -454,6 +457,7 @@ class DeviceMessages:
             self._declined.add(dest)
             way = _STAGED
         if way == _DIRECT:
+            data = plain_copy(data, self._stream)
             yield self._stream.reached()
             yield self._host.isend(data, dest, _FIRST_TAG + tag)
         else:
@@ -483,8 +487,10 @@ class DeviceMessages:
             if not accepted:
                 way = _STAGED
         if way == _DIRECT:
+            plain = data if is_plain(data) else plain_empty(data)
             yield self._stream.reached()
-            yield self._host.irecv(data, source, _FIRST_TAG + tag)
+            yield self._host.irecv(plain, source, _FIRST_TAG + tag)
+            self._stream.copy_array(data, plain)
         elif way == _STAGED:
             yield from self._staged.recv(data, source, _FIRST_TAG + tag)
         if not fits:

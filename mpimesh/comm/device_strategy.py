@@ -25,7 +25,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,6 +45,9 @@ __all__ = [
     "DeviceStrategy",
     "agree",
     "checked",
+    "is_plain",
+    "plain_copy",
+    "plain_empty",
     "steps_in",
 ]
 
@@ -154,6 +158,39 @@ def steps_in(scope: StreamScope, steps: Steps) -> Steps:
         except StopIteration as stop:
             return stop.value
         yield request
+
+
+# -- memory ----------------------------------------------------------------------------------
+
+
+def is_plain(x: Array) -> bool:
+    """Tell whether an array lies in memory of `cudaMalloc`, as CuPy's default pool gives it.
+
+    Other processes can open no other, and MPI is tried with that alone: memory of
+    `cupy.cuda.MemoryAsyncPool`, managed memory and that of other libraries crash some MPIs.
+    """
+    memory = x.data.mem
+    return bool(getattr(memory, "identity", type(memory).__name__) == "Memory") or x.nbytes == 0
+
+
+def plain_empty(like: Array) -> Array:
+    """Return a new array of plain memory; what the program allocates may be of any kind."""
+    cupy = sys.modules["cupy"]
+    return cupy.ndarray(like.shape, like.dtype, _plain_pool(cupy).malloc(like.nbytes))
+
+
+def plain_copy(x: Array, stream: CommStream) -> Array:
+    """Return `x` if it lies in plain memory, else a copy that does, made on `stream`."""
+    if is_plain(x):
+        return x
+    copy = plain_empty(x)
+    stream.copy_array(copy, x)
+    return copy
+
+
+@lru_cache(maxsize=1)
+def _plain_pool(cupy: ModuleType) -> Any:
+    return cupy.cuda.MemoryPool()
 
 
 # -- agreement -------------------------------------------------------------------------------

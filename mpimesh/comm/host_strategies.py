@@ -12,6 +12,10 @@ of a collective MPI copies itself, and crashes. The algorithms are those of `red
 doubling for small arrays, the ring for large ones, a tree for small broadcasts, and blocks from
 each rank to each.
 
+MPI is given memory of the kind that it was tried with: what lies elsewhere, such as in CuPy's
+asynchronous pool or managed memory, goes through a copy on the device. That is for each rank alone
+to see, so ranks may hold their arrays in different kinds of memory.
+
 ``staged`` works everywhere. An operation goes in rounds, each of which fits into one pinned buffer.
 The device fills the buffer of the next round while the host communicator moves the one before, and
 takes results back while the one after is moved:
@@ -28,7 +32,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +41,14 @@ import numpy as np
 from mpimesh.arrays.namespace import Array, DType, HostArray
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_probe import PROCESS_PROBE, ProbeResult
-from mpimesh.comm.device_strategy import Collective, DeviceStrategy, agree
+from mpimesh.comm.device_strategy import (
+    Collective,
+    DeviceStrategy,
+    agree,
+    is_plain,
+    plain_copy,
+    plain_empty,
+)
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.reductions import (
     RING,
@@ -250,6 +261,16 @@ class MPICuda(DeviceStrategy):
         return None if result.usable else result.reason
 
     def steps(self, what: Collective) -> Steps:
+        """Do a collective in memory that MPI was tried with."""
+        send = None if what.send is None else plain_copy(what.send, self.stream)
+        recv = send if what.recv is what.send else what.recv
+        if recv is not None and not is_plain(recv):
+            recv = plain_empty(recv)
+        yield from self._plain_steps(replace(what, send=send, recv=recv))
+        if recv is not None and recv is not what.recv:
+            self.stream.copy_array(what.recv, recv)
+
+    def _plain_steps(self, what: Collective) -> Steps:
         """Do a collective: by MPI as a whole where that is proven, else by messages."""
         send, recv, peers = what.send, what.recv, _DevicePeers(self)
         yield from peers.settled()
@@ -300,8 +321,8 @@ class _DevicePeers(Peers):
         self._strategy.ufunc(op)(first, second, out=out)
 
     def empty(self, like: Array) -> Array:
-        """Return a new array on the device."""
-        return self._strategy.cupy.empty_like(like)
+        """Return a new array on the device, which MPI may be given."""
+        return plain_empty(like)
 
     def settled(self) -> Steps:
         """Wait until the stream has come to what it was given."""

@@ -61,7 +61,7 @@ def at_address(ptr: int, shape: Any, dtype: Any) -> Any:
     """Return an array over memory that somebody else keeps alive."""
     dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
-    raw = (ctypes.c_uint8 * nbytes).from_address(ptr) if nbytes else b""
+    raw = (ctypes.c_uint8 * nbytes).from_address(ptr) if nbytes else bytearray()
     return np.frombuffer(raw, np.uint8).view(dtype).reshape(shape)
 
 
@@ -79,12 +79,16 @@ class Library:
     def new(self, shape: Any, dtype: Any) -> FakeArray:
         """Return an array that holds nothing sensible."""
         dtype = np.dtype(dtype)
-        nbytes, device = math.prod(shape) * dtype.itemsize, self.clock.device()
-        block = Allocation(nbytes, self.identity, device, take=self.take)
-        with self.clock.lock:
-            self.blocks.append(block)
+        block = self.allocate(math.prod(shape) * dtype.itemsize, self.identity)
         host = block.block[block.base_offset :][: block.size].view(dtype).reshape(shape)
         return self.array_class(host, block, self)
+
+    def allocate(self, nbytes: int, identity: str) -> Allocation:
+        """Return memory of a kind, on the current device."""
+        block = Allocation(nbytes, identity, self.clock.device(), take=self.take)
+        with self.clock.lock:
+            self.blocks.append(block)
+        return block
 
     def all_blocks(self) -> list[Allocation]:
         with self.clock.lock:

@@ -227,6 +227,16 @@ class UnownedMemory:
         self.ptr, self.size, self.owner, self.device_id = ptr, size, owner, max(device_id, 0)
 
 
+class MemoryPool:
+    """`cupy.cuda.MemoryPool`, whose memory is of `cudaMalloc`, whatever that of new arrays is."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def malloc(self, nbytes: int) -> MemoryPointer:
+        return MemoryPointer(self._library.allocate(nbytes, "Memory"))
+
+
 class FakeCupy(ModuleType):
     """The module, to stand in `sys.modules` as "cupy"."""
 
@@ -268,6 +278,7 @@ class FakeCupy(ModuleType):
             Stream=partial(_stream, clock),
             get_current_stream=clock.stream,
             alloc_pinned_memory=lambda nbytes: _Pinned(b"k" * nbytes),
+            MemoryPool=partial(MemoryPool, library),
             MemoryPointer=MemoryPointer,
             UnownedMemory=UnownedMemory,
             is_available=lambda: devices > 0,

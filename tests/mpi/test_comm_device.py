@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -85,6 +87,59 @@ def test_nothing_is_given_to_mpi_that_was_not_proven(communicator):
     assert strategy.cannot("all_gather") == "all_gather crashed"
     assert strategy.cannot("all_reduce") == "messages crashed"
     assert strategy.cannot("messages") == "messages crashed"
+
+
+@pytest.mark.parametrize("kind", ["MemoryAsync", "ManagedMemory", "UnownedMemory"])
+@pytest.mark.parametrize("proven", ["all", "messages"])
+def test_memory_of_a_kind_that_was_not_tried_is_not_given_to_mpi(
+    communicator, monkeypatch, kind, proven
+):
+    """On one rank only: each may have another allocator."""
+    from mpimesh.comm.host_strategies import MPICuda
+
+    def proof(operation):
+        return ProbeResult(proven == "all" or operation == "messages", "tried here")
+
+    given_kinds(monkeypatch, communicator, kinds := set())
+    strategy = Alone(communicator, MPICuda(communicator, proof=proof))
+    if communicator.rank == communicator.size - 1:
+        sys.modules["cupy"].identity = kind
+    check_all(strategy, communicator, dtypes=("f4", "f2"), sizes=(0, 50))
+    check_all_reduce(strategy, communicator, 40_001, "f4")  # by the ring
+    assert kinds <= {"Memory"}
+    assert kinds or communicator.size == 1
+
+
+@pytest.mark.parametrize("kind", ["MemoryAsync", "ManagedMemory"])
+def test_nor_in_a_message(communicator, monkeypatch, kind):
+    monkeypatch.setenv("MPIMESH_CUDA_AWARE", "yes")
+    given_kinds(monkeypatch, communicator, kinds := set())
+    dev_comm = DeviceCommunicator(communicator)
+    finish(communicator, dev_comm.prepare())
+    n, me = communicator.size, communicator.rank
+    sys.modules["cupy"].identity = kind
+    room = nonsense(9, "f8")
+    receive = dev_comm.irecv(room, (me - 1) % n, 3)
+    finish(communicator, receive, dev_comm.isend(device(numbers(me, 9, "f8")), (me + 1) % n, 3))
+    same(room, numbers((me - 1) % n, 9, "f8"))
+    assert kinds == {"Memory"}
+    dev_comm.free()
+
+
+def given_kinds(monkeypatch, communicator, kinds):
+    """Note the kinds of device memory that MPI is given."""
+
+    def watched(call):
+        def start(*arguments, **options):
+            cupy = sys.modules["cupy"]
+            arrays = [x for x in arguments if isinstance(x, cupy.ndarray) and x.nbytes]
+            kinds.update(x.data.mem.identity for x in arrays)
+            return call(*arguments, **options)
+
+        return start
+
+    for name in ("isend", "irecv", *PARAMETERS):
+        monkeypatch.setattr(communicator, name, watched(getattr(communicator, name)))
 
 
 @pytest.mark.parametrize("word", ["yes", "no"])

@@ -11,6 +11,7 @@ import mpimesh as mm
 from mpimesh.cli.examine import measure_device
 from mpimesh.comm.cuda_ipc import CudaIpc
 from mpimesh.comm.device_communicator import DeviceCommunicator, device_communicator
+from mpimesh.comm.device_strategy import is_plain, plain_empty
 from mpimesh.comm.host_strategies import Staged
 from mpimesh.comm.nccl import generate_id, nccl_library
 from mpimesh.errors import TransportError
@@ -116,3 +117,20 @@ def test_the_names_of_nccl():
         text = getattr(nccl.NcclCommunicator, name).__doc__.partition("\n")[0]
         given = text[text.index("(") + 1 : -1].split(", ")[1:]
         assert tuple(one.split(" ")[-1] for one in given) == parameters
+
+
+def test_kinds_of_memory():
+    """Those that CuPy can allocate from, beside its default pool."""
+    import cupy
+
+    assert is_plain(cupy.ones(3))
+    assert is_plain(cupy.empty(0))
+    assert is_plain(plain_empty(cupy.ones(3)))
+    for pool in (cupy.cuda.MemoryAsyncPool(), cupy.cuda.MemoryPool(cupy.cuda.malloc_managed)):
+        with cupy.cuda.using_allocator(pool.malloc):
+            x = cupy.ones(3)
+            assert not is_plain(x)
+            assert is_plain(plain_empty(x))
+    owner = cupy.ones(3)
+    memory = cupy.cuda.UnownedMemory(owner.data.ptr, 24, owner)
+    assert not is_plain(cupy.ndarray(3, float, cupy.cuda.MemoryPointer(memory, 0)))
