@@ -22,8 +22,9 @@
 ``MPIMESH_EXIT_WARN_S`` (default 30)
     Seconds after which a rank that has ended, and waits for the others, writes a line about it.
 ``MPIMESH_CUDA_AWARE`` (default auto)
-    Whether device pointers are passed to MPI. auto tries each operation in a child process, once
-    for each MPI, driver and GPU; yes and no are believed. A wrong yes is a crash.
+    Whether device pointers are passed to MPI. auto tries each operation between two child
+    processes, once for each MPI, driver and GPU, in a node and by the network, as ranks need it;
+    yes and no are believed. A wrong yes is a crash.
 ``MPIMESH_SHARED_GPU`` (default warn)
     What happens where several ranks compute on one GPU: warn is a warning on rank 0 if they use
     CuPy, refuse an error when a mesh is made, allow nothing.

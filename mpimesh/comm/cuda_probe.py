@@ -3,6 +3,12 @@
 An MPI that cannot take a device pointer crashes on it, and none says reliably
 whether it can. So each operation is tried once in child processes with a time
 limit (see `cuda_probe_child.py`), and the results are kept for later jobs.
+
+A trial shows no more than what it did. MPI goes one way between ranks of a node,
+through memory that they share or by CUDA IPC, and another way between nodes, so
+each is tried where ranks need it: the second one by two ranks of a node whose MPI
+is told to use its network alone. Where ranks of a node use several GPUs, the two
+ranks must see two of them. What cannot be tried is a no.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ import numpy as np
 
 from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.base import Communicator
+from mpimesh.comm.cuda_ipc import gpu_key, node_key
 from mpimesh.comm.cuda_probe_child import OPERATIONS, TRIAL_BYTES
 from mpimesh.comm.engine import ProgressEngine, Steps
 from mpimesh.comm.mpi_environment import (
@@ -37,6 +44,7 @@ from mpimesh.comm.mpi_environment import (
     digest,
     find_mpiexec,
     loaded_ucx,
+    network_environment,
     processes_with,
     tuning,
     write_json,
@@ -44,6 +52,8 @@ from mpimesh.comm.mpi_environment import (
 from mpimesh.settings import Settings
 
 __all__ = [
+    "BETWEEN_NODES",
+    "IN_NODE",
     "PROCESS_PROBE",
     "ChildProcess",
     "ChildResult",
@@ -51,11 +61,13 @@ __all__ = [
     "ProbeResult",
     "has_cupy",
     "key_facts",
+    "needed_ways",
     "probe_in_children",
     "read_results",
     "write_results",
 ]
 
+_SETTING = "MPIMESH_CUDA_AWARE"
 _LIMIT_S = 60.0
 """For one child: CuPy and CUDA take some seconds to start where files are far away."""
 
@@ -95,43 +107,24 @@ class CudaAwareProbe:
         self._limit_s = limit_s
         self._key: dict[str, str] = {}
         self._found_here: dict[str, dict[str, ProbeResult]] = {}
-        self._agreed: dict[tuple[str, str], ProbeResult] = {}
         self.notes: list[str] = []
-
-    def result(self, operation: str, memory: str = "device") -> ProbeResult:
-        """Return what is known: no, until :meth:`steps` has run. Local.
-
-        ``MPIMESH_CUDA_AWARE`` says otherwise.
-
-        Args:
-            operation: One of :data:`~mpimesh.comm.cuda_probe_child.OPERATIONS`; others get a
-                no.
-            memory: As for :meth:`steps`.
-        """
-        forced = _forced()
-        if forced is not None:
-            return forced
-        unknown = ProbeResult(False, "not tried yet in this process", lasting=False)
-        return self._agreed.get((operation, memory), unknown)
 
     def steps(
         self,
         communicator: Communicator,
         operations: Sequence[str] = OPERATIONS,
-        memory: str = "device",
         *,
         fresh: bool = False,
     ) -> Steps:
         """Collective: find the results that all ranks of `communicator` share, as the steps' value.
 
         Of all ranks with the same MPI and GPU the first one looks into the cache and, if need be,
-        tries. The result is yes where it is yes for all of them, and the same on all ranks.
+        tries. The result is yes where it is yes for all of them, in all ways that these ranks
+        need, and the same on all ranks. ``MPIMESH_CUDA_AWARE`` says otherwise.
 
         Args:
             communicator: All ranks that will use it.
             operations: Of :data:`~mpimesh.comm.cuda_probe_child.OPERATIONS`.
-            memory: The kind of memory: ``"device"`` is what CuPy's default pool gives; ``"async"``
-                is of `cupy.cuda.MemoryAsyncPool`; ``"managed"``.
             fresh: Try anew, whatever is kept.
 
         Cost:
@@ -145,24 +138,24 @@ class CudaAwareProbe:
             return dict.fromkeys(operations, threads)
         # Neither the MPI nor the GPUs of a process change.
         key = self._key = self._key or key_facts()
-        mine = np.array([int(digest(*key.values()), 16) >> 1], np.int64)
-        keys = np.empty(communicator.size, np.int64)
-        yield communicator.all_gather(mine, keys, [1] * communicator.size)
-        leaders = np.unique(keys, return_index=True)[1].tolist()
-        own: dict[str, ProbeResult] = {}
-        if communicator.rank in leaders:
-            own = yield from self._find(key, operations, memory, fresh=fresh)
-        texts = yield from _gather_texts(communicator, json.dumps(_to_fields(own)))
-        of_leaders = [_from_fields(json.loads(texts[rank])) for rank in leaders]
+        mine = np.array([int(digest(*key.values()), 16) >> 1, *_place()], np.int64)
+        facts = np.empty((communicator.size, mine.size), np.int64)
+        yield communicator.all_gather(mine, facts.reshape(-1), [mine.size] * communicator.size)
+        ways, why_not = needed_ways(facts[:, 1:].tolist())
+        if why_not:
+            return dict.fromkeys(operations, ProbeResult(False, why_not, lasting=False))
+        leaders = np.unique(facts[:, 0], return_index=True)[1].tolist()
+        own: dict[str, dict[str, ProbeResult]] = {}
+        for way in ways if communicator.rank in leaders else ():
+            own[way] = yield from self._find(key, operations, way, fresh=fresh)
+        fields = {way: _to_fields(results) for way, results in own.items()}
+        texts = yield from _gather_texts(communicator, json.dumps(fields))
+        found = [_from_fields(json.loads(texts[rank])[way]) for rank in leaders for way in ways]
         # For each operation the first no, else the first yes.
-        shared = {
-            operation: min(
-                (results[operation] for results in of_leaders), key=lambda result: result.usable
-            )
+        return {
+            operation: min((results[operation] for results in found), key=lambda r: r.usable)
             for operation in operations
         }
-        self._agreed |= {(operation, memory): result for operation, result in shared.items()}
-        return shared
 
     def run(
         self,
@@ -179,22 +172,22 @@ class CudaAwareProbe:
         return results
 
     def _find(
-        self, key: dict[str, str], operations: Sequence[str], memory: str, *, fresh: bool
+        self, key: dict[str, str], operations: Sequence[str], way: str, *, fresh: bool
     ) -> Steps:
         if not has_cupy():
             return dict.fromkeys(operations, ProbeResult(False, "CuPy is not installed"))
-        known, note = ({}, "") if fresh else read_results(key, memory, self._folder)
+        known, note = ({}, "") if fresh else read_results(key, way, self._folder)
         if not fresh:
-            known |= self._found_here.get(memory, {})
+            known |= self._found_here.get(way, {})
         unknown = [operation for operation in operations if operation not in known]
         if unknown:
             try:
-                known |= yield from probe_in_children(unknown, memory, limit_s=self._limit_s)
+                known |= yield from probe_in_children(unknown, way, limit_s=self._limit_s)
             except OSError as error:
                 reason = f"no child process could be started: {error}"
                 return known | dict.fromkeys(unknown, ProbeResult(False, reason, lasting=False))
-            self.notes += filter(None, [note, write_results(key, memory, known, self._folder)])
-        self._found_here[memory] = known
+            self.notes += filter(None, [note, write_results(key, way, known, self._folder)])
+        self._found_here[way] = known
         return known
 
 
@@ -206,7 +199,39 @@ def _forced() -> ProbeResult | None:
     setting = Settings.from_environment().cuda_aware
     if setting == "auto":
         return None
-    return ProbeResult(setting == "yes", f"MPIMESH_CUDA_AWARE={setting}")
+    return ProbeResult(setting == "yes", f"{_SETTING}={setting}")
+
+
+IN_NODE, BETWEEN_NODES = "in a node", "between nodes"
+"""Ways of MPI: through memory that ranks share, or by its network."""
+
+
+def needed_ways(places: Sequence[Sequence[int]]) -> tuple[list[str], str]:
+    """Return by which ways of MPI ranks reach each other, and why that cannot be tried, if so.
+
+    Args:
+        places: Of each rank its node, its GPU, and how many GPUs it sees.
+    """
+    gpus: dict[int, set[int]] = {}
+    for node, gpu, _ in places:
+        gpus.setdefault(node, set()).add(gpu)
+    for rank, (node, _, seen) in enumerate(places):
+        if len(gpus[node]) > 1 and seen < 2:
+            return [], (
+                f"rank {rank} sees one GPU only, of {len(gpus[node])} that ranks of its node use, "
+                "and so cannot try what goes between two; let each rank see all GPUs of its node "
+                "(Slurm: --gpus-per-node, not --gpus-per-task; --gpu-bind=none), or set "
+                f"{_SETTING}=yes if you know that this MPI does it"
+            )
+    ways = [IN_NODE] if len(gpus) < len(places) or len(places) == 1 else []
+    return (ways if len(gpus) == 1 else [*ways, BETWEEN_NODES]), ""
+
+
+def _place() -> list[int]:
+    """Return this rank's node, its GPU, and how many GPUs it sees; zeros if there is none."""
+    with contextlib.suppress(Exception):  # as in the key
+        return [node_key(), gpu_key(), int(sys.modules["cupy"].cuda.runtime.getDeviceCount())]
+    return [node_key(), 0, 0]
 
 
 def _gather_texts(communicator: Communicator, text: str) -> Steps:
@@ -277,7 +302,7 @@ def _cuda_facts() -> dict[str, str]:
 
 
 def read_results(
-    key: Mapping[str, str], memory: str, folder: Path | None
+    key: Mapping[str, str], way: str, folder: Path | None
 ) -> tuple[dict[str, ProbeResult], str]:
     """Return the results that are kept for `key`, by operation, and a note if there is a problem.
 
@@ -285,7 +310,7 @@ def read_results(
     """
     if folder is None:
         return {}, ""
-    path = _path(key, memory, folder)
+    path = _path(key, way, folder)
     try:
         content: dict[str, Any] = json.loads(path.read_text())
         young = 0 <= time.time() - content["at_s"] < _SECONDS_OF_A_DAY
@@ -300,26 +325,26 @@ def read_results(
 
 
 def write_results(
-    key: Mapping[str, str], memory: str, results: Mapping[str, ProbeResult], folder: Path | None
+    key: Mapping[str, str], way: str, results: Mapping[str, ProbeResult], folder: Path | None
 ) -> str:
     """Keep `results` for `key`; return a note if that cannot be done."""
     if folder is None:
         return "answers cannot be kept: this user has no home, and XDG_CACHE_HOME is not set"
     content = {
         "key": dict(key),
-        "memory": memory,
+        "way": way,
         "at_s": time.time(),
         "answers": _to_fields(results),
     }
     try:
-        write_json(_path(key, memory, folder), content)
+        write_json(_path(key, way, folder), content)
     except OSError as error:
         return f"answers cannot be kept in {folder}: {error}"
     return ""
 
 
-def _path(key: Mapping[str, str], memory: str, folder: Path) -> Path:
-    name = digest(memory, *(f"{name}={text}" for name, text in sorted(key.items())))
+def _path(key: Mapping[str, str], way: str, folder: Path) -> Path:
+    name = digest(way, *(f"{name}={text}" for name, text in sorted(key.items())))
     return folder / f"cuda_aware-{name}.json"
 
 
@@ -328,47 +353,61 @@ def _path(key: Mapping[str, str], memory: str, folder: Path) -> Path:
 
 def probe_in_children(
     operations: Sequence[str] = OPERATIONS,
-    memory: str = "device",
+    way: str = IN_NODE,
     *,
     environment: Mapping[str, str] | None = None,
     mpiexec: str | None = "",
     limit_s: float = _LIMIT_S,
 ) -> Generator[ChildProcess, None, dict[str, ProbeResult]]:
-    """Try `operations` on `memory` in child processes; yields each child, to be waited for.
+    """Try `operations` in child processes; yields each child, to be waited for.
 
-    One child tries all. What ends it, by a crash, its limit or wrong data, is the result for the
-    operation that it was at, and another child tries the rest. But where messages crash or
-    anything takes too long, nothing else is tried.
+    One child, of two ranks, tries all. What ends it, by a crash, its limit or wrong data, is the
+    result for the operation that it was at, and another child tries the rest. But where messages
+    crash or anything takes too long, nothing else is tried.
 
     Args:
         operations: As for :meth:`CudaAwareProbe.steps`.
-        memory: As for :meth:`CudaAwareProbe.steps`.
+        way: :data:`IN_NODE`, or :data:`BETWEEN_NODES`.
         environment: Of the job at hand; the process's own if None.
-        mpiexec: Starts the two ranks; "" looks for it, None lets one process talk to itself.
+        mpiexec: Starts the two ranks; "" looks for it, None for none.
         limit_s: Limit for each child in seconds.
 
     Returns:
         The result for each operation.
     """
-    clean = clean_environment(os.environ if environment is None else environment)
-    launcher = find_mpiexec(clean) if mpiexec == "" else mpiexec
-    how = "" if launcher else "there is no mpiexec beside this Python or on PATH"
+    from mpi4py import MPI
+
+    vendor, trial = MPI.get_vendor()[0], "two ranks under mpiexec"
+    job = clean_environment(os.environ if environment is None else environment)
+    launcher = find_mpiexec(job) if mpiexec == "" else mpiexec
+    variables: dict[str, str] | None = job
+    if way == BETWEEN_NODES:
+        variables, trial = network_environment(job, vendor), f"{trial}, by the network alone,"
+    if launcher is None or variables is None:
+        reason = "there is no mpiexec beside this Python or on PATH to try it with"
+        if launcher:
+            reason = f"how {vendor} is told to use its network alone is not known"
+        reason += f"; set {_SETTING}=yes if you know that this MPI does it"
+        return dict.fromkeys(operations, ProbeResult(False, reason, lasting=False))
     left, results = [*operations], dict[str, ProbeResult]()
     while left:
-        log, end = yield from _run_child(launcher, [memory, *left], clean, limit_s)
-        if launcher and log.world_size != 2:
-            launcher, how = None, f"under mpiexec, MPI did not start two ranks: {end}"
-            continue
-        where = "two ranks under mpiexec" if launcher else f"one process to itself ({how})"
-        if log.no_device or not log.world_size:
-            reason = log.no_device or f"MPI did not start in a child process: {end}"
+        log, end = yield from _run_child(launcher, left, variables, limit_s)
+        reason = log.no_device
+        if not log.world_size:
+            reason = f"MPI did not start in a child process: {end}"
+        elif log.world_size != 2:
+            reason = f"under {launcher} MPI did not start two ranks, so nothing was tried: {end}"
+        elif way == BETWEEN_NODES and vendor != "Open MPI" and log.sharing > 1:
+            # Open MPI does not tell: it calls the ranks of a node so, whatever way they go.
+            reason = f"{vendor} did not let its ranks use the network alone"
+        if reason:
             return results | dict.fromkeys(left, ProbeResult(False, reason, lasting=False))
         for operation in [operation for operation in left if operation in log.passed]:
-            results[operation] = ProbeResult(True, f"{where} moved {_sizes()} right")
+            results[operation] = ProbeResult(True, f"{trial} moved {_sizes()} right")
             left.remove(operation)
         if left:
             operation = left.pop(0)
-            reason = f"{log.problems.get(operation, end)}; {where}"
+            reason = f"{log.problems.get(operation, end)}; {trial.rstrip(',')}"
             results[operation] = ProbeResult(False, reason, lasting=not end.timed_out)
             if end.timed_out or (operation == "messages" and operation not in log.problems):
                 return results | dict.fromkeys(left, results[operation])
@@ -381,10 +420,10 @@ def _sizes() -> str:
 
 
 def _run_child(
-    launcher: str | None, arguments: list[str], environment: dict[str, str], limit_s: float
+    launcher: str, operations: list[str], environment: dict[str, str], limit_s: float
 ) -> Generator[ChildProcess, None, tuple[_ChildLog, ChildResult]]:
-    command = [launcher, "-n", "2"] if launcher else []
-    command += [sys.executable, "-m", "mpimesh.comm.cuda_probe_child", "{folder}", *arguments]
+    program = [sys.executable, "-m", "mpimesh.comm.cuda_probe_child", "{folder}", *operations]
+    command = [launcher, "-n", "2", *program]
     child = ChildProcess(command, environment=environment, limit_s=limit_s)
     try:
         yield child
@@ -402,7 +441,8 @@ class _ChildLog:
     """The lines that the ranks of a child have written.
 
     Attributes:
-        world_size: 2 or 1; 0 if MPI did not start.
+        world_size: 2; 1 under a launcher of another MPI; 0 if MPI did not start.
+        sharing: How many of them are ranks of one node to MPI.
         no_device: Why there is no device to try it with, where there is none.
         passed: The operations that all ranks ended well.
         problems: What was wrong, by operation.
@@ -412,6 +452,7 @@ class _ChildLog:
         ranks = [list(_events(path)) for path in sorted(folder.glob("rank*"))]
         lines = [line for rank in ranks for line in rank]
         self.world_size: int = max((line.get("size", 0) for line in lines), default=0)
+        self.sharing: int = max((line.get("sharing", 0) for line in lines), default=0)
         self.problems: dict[str, str] = {
             line["operation"]: line["problem"] for line in lines if line["event"] == "failed"
         }

@@ -1,8 +1,8 @@
 """The program that tries CUDA-aware MPI, in a process that may crash.
 
-``python -m mpimesh.comm.cuda_probe_child FOLDER MEMORY OPERATION...`` moves
-device memory by each operation, in three sizes, from and to addresses that are
-not the start of an allocation, and compares. Each rank writes lines of JSON into
+``python -m mpimesh.comm.cuda_probe_child FOLDER OPERATION...`` moves device
+memory between two ranks by each operation, in three sizes, from and to addresses
+that are not the start of an allocation, and compares. Each rank writes lines of JSON into
 a file of its own; what is missing there did not come to its end.
 """
 
@@ -67,7 +67,7 @@ _Prepared = tuple[Callable[[], list[Any]], Any, Any]
 
 
 def _messages(trial: _Trial) -> _Prepared:
-    peer = trial.comm.size - 1 - trial.comm.rank  # itself, where it is alone
+    peer = trial.comm.size - 1 - trial.comm.rank
     send, recv = trial.filled(trial.mine), trial.empty(trial.size)
 
     def start() -> list[Any]:
@@ -127,12 +127,13 @@ def main(arguments: Sequence[str]) -> None:
     """Run the trials; ends the process with exit code 3 at the first that fails."""
     from mpi4py import MPI
 
-    folder, memory, *operations = arguments
+    folder, *operations = arguments
     comm = MPI.COMM_WORLD
+    sharing = comm.Split_type(MPI.COMM_TYPE_SHARED)  # the ranks that are of one node to MPI
     with (Path(folder) / f"rank{comm.rank}").open("a", buffering=1) as log:
-        _log(log, event="world", size=comm.size)
+        _log(log, event="world", size=comm.size, sharing=sharing.size)
         try:
-            cupy = _device(comm.rank, memory)
+            cupy = _device(comm.rank)
         except Exception as error:
             _fail(log, "device", f"{type(error).__name__}: {error}")
         for operation in operations:
@@ -147,15 +148,11 @@ def main(arguments: Sequence[str]) -> None:
             _log(log, event="passed", operation=operation)
 
 
-def _device(rank: int, memory: str) -> Any:
-    """Return CuPy, with this rank's device chosen and memory of the kind that is asked for."""
+def _device(rank: int) -> Any:
+    """Return CuPy, with this rank's device chosen."""
     import cupy
 
     cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount()).use()
-    if memory == "async":
-        cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool().malloc)
-    elif memory == "managed":
-        cupy.cuda.set_allocator(cupy.cuda.MemoryPool(cupy.cuda.malloc_managed).malloc)
     cupy.asarray(np.zeros(1))
     return cupy
 

@@ -31,7 +31,7 @@ do (shared memory inside a node, several nodes, any size), this can do.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -229,24 +229,20 @@ class MPICuda(DeviceStrategy):
 
     Args:
         host: A plain MPI communicator.
-        proof: Tells of an operation whether MPI may be given device memory for it.
+        results: For which operations MPI may be given device memory; the same on all ranks.
     """
 
     name = "mpi_cuda"
 
-    def __init__(
-        self, host: Communicator, *, proof: Callable[[str], ProbeResult] = PROCESS_PROBE.result
-    ) -> None:
+    def __init__(self, host: Communicator, results: Mapping[str, ProbeResult]) -> None:
         super().__init__(host)
-        # Asked once: what was agreed on with the other ranks must not change under way.
-        self._results = {operation: proof(operation) for operation in (*_MOVES, "messages")}
+        self._results = results
         self.reason = self._results["messages"].reason
 
     @classmethod
     def find(cls, host: Communicator) -> Steps:
         """Collective: make it if messages are proven on all ranks; else the value says why not."""
-        yield from PROCESS_PROBE.steps(host)
-        strategy = cls(host)
+        strategy = cls(host, (yield from PROCESS_PROBE.steps(host)))
         problem = strategy.cannot("messages") or ""
         why_not = yield from agree(host, problem, "has no proof of it")
         return (None, why_not) if why_not else (strategy, "")

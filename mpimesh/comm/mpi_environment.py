@@ -31,6 +31,7 @@ __all__ = [
     "find_mpiexec",
     "has_ucx_module",
     "loaded_ucx",
+    "network_environment",
     "processes_with",
     "tuning",
     "write_json",
@@ -73,6 +74,47 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     package = str(Path(__file__).parents[2])
     clean["PYTHONPATH"] = os.pathsep.join([*filter(None, [clean.get("PYTHONPATH")]), package])
     return clean
+
+
+_SHARED_MEMORY = frozenset(
+    ("cma", "cuda_ipc", "knem", "mm", "posix", "shm", "sm", "smcuda", "sysv", "vader", "xpmem")
+)
+
+
+def network_environment(environment: Mapping[str, str], vendor: str) -> dict[str, str] | None:
+    """Return `environment` where ranks of one node send messages as those of two nodes do.
+
+    Args:
+        environment: Of a job.
+        vendor: The MPI, as mpi4py names it.
+
+    Returns:
+        None if there is no such setting for this MPI.
+    """
+    changed = dict(environment)
+    changed["UCX_TLS"] = _without(changed.get("UCX_TLS", "all"), "sm", "cuda_ipc")
+    if vendor == "Open MPI":
+        changed["OMPI_MCA_btl"] = _without(changed.get("OMPI_MCA_btl", "all"), "sm", "smcuda")
+    elif vendor == "Intel MPI":
+        changed["I_MPI_FABRICS"] = "ofi"
+    elif "MPICH" in vendor or "Cray" in vendor or "MVAPICH" in vendor:
+        changed["MPIR_CVAR_NOLOCAL"] = changed["MPICH_NO_LOCAL"] = "1"
+    else:
+        return None
+    return changed
+
+
+def _without(chosen: str, *shared: str) -> str:
+    """Return a list of transports without shared memory; one after "^" names those left out."""
+    if chosen in ("", "all"):
+        return "^" + ",".join(shared)
+    if chosen.startswith("^"):
+        return ",".join([chosen, *shared])
+    return ",".join(
+        "cuda_copy,gdr_copy" if name == "cuda" else name  # "cuda" has cuda_ipc in it
+        for name in chosen.split(",")
+        if name not in _SHARED_MEMORY
+    )
 
 
 def tuning(environment: Mapping[str, str]) -> list[str]:

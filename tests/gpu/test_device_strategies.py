@@ -87,7 +87,7 @@ def test_cuda_aware_mpi(communicator):
     from mpimesh.comm.host_strategies import MPICuda
 
     results = value(communicator, PROCESS_PROBE.steps(communicator))
-    strategy = Alone(communicator, MPICuda(communicator))
+    strategy = Alone(communicator, MPICuda(communicator, results))
     no = [f"{operation}: {result}" for operation, result in results.items() if not result.usable]
     if no:
         pytest.skip("; ".join(no))

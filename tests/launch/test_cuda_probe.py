@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mpimesh.comm.cuda_probe import ChildProcess, ProbeResult, probe_in_children
+from mpimesh.comm.cuda_probe import BETWEEN_NODES, ChildProcess, ProbeResult, probe_in_children
 from mpimesh.comm.cuda_probe_child import OPERATIONS
 from mpimesh.testing.launch import mpiexec_environment
 from tests.helpers.raises import names
@@ -66,13 +66,26 @@ def test_memory_that_it_cannot_read_kills_the_child_alone():
         names(result.reason, "signal 11", "SIGSEGV", "two ranks", "mpiexec")
 
 
+def test_what_goes_between_nodes_is_tried_by_the_network_alone():
+    """MPI moves this memory in a node, and would crash between nodes."""
+    assert probe("near", ["messages"])["messages"].usable
+    found = probe("near", ["messages"], way=BETWEEN_NODES)
+    names(found["messages"].reason, "the child process", "by the network alone")
+    assert not found["messages"].usable
+
+
 @pytest.mark.deep
-def test_without_mpiexec_one_process_talks_to_itself():
+def test_memory_that_the_network_can_read():
+    for result in probe("host", way=BETWEEN_NODES).values():
+        assert result.usable, result.reason
+        names(result.reason, "two ranks", "by the network alone")
+
+
+def test_without_mpiexec_nothing_is_tried():
+    """One process that talks to itself would show nothing of two."""
     found = probe("host", ["messages", "all_to_all"], mpiexec=None)
-    assert {result.usable for result in found.values()} == {True}
-    assert "one process to itself" in found["messages"].reason
-    found = probe("nowhere", ["messages"], mpiexec=None)
-    names(found["messages"].reason, "signal 11", "SIGSEGV", "one process")
+    assert {result.usable for result in found.values()} == {False}
+    names(found["messages"].reason, "no mpiexec", "MPIMESH_CUDA_AWARE=yes")
 
 
 @pytest.mark.deep
@@ -107,24 +120,22 @@ def test_a_launcher_of_another_mpi_is_not_trusted(tmp_path):
     other.write_text('#!/bin/sh\nshift 2\n"$@"\n"$@"\n')
     other.chmod(0o755)
     found = probe("host", ["messages"], mpiexec=str(other))
-    assert found["messages"].usable
+    assert not found["messages"].usable
+    assert not found["messages"].lasting
     names(found["messages"].reason, "mpiexec", "not start two ranks")
 
 
 PROGRAM = """
-import json
+import json, os
 from mpi4py import MPI
-from mpimesh.comm.cuda_probe import PROCESS_PROBE
+from mpimesh.comm import cuda_probe
 from mpimesh.comm.mpi import MPICommunicator
 
-def cuda_aware(operation):
-    result = PROCESS_PROBE.result(operation)
-    return result.usable, result.reason
-
-before = cuda_aware("messages")
+if os.environ.get("NODES") == "2":
+    cuda_probe.node_key = lambda: 1 + MPI.COMM_WORLD.rank % 2
 communicator = MPICommunicator.duplicate(MPI.COMM_WORLD)
-PROCESS_PROBE.run(communicator, ["messages", "gather"])
-facts = [before, cuda_aware("messages"), cuda_aware("gather"), cuda_aware("all_reduce")]
+results = cuda_probe.PROCESS_PROBE.run(communicator, ["messages", "gather"])
+facts = [[result.usable, result.reason] for result in results.values()]
 every = MPI.COMM_WORLD.gather(facts)
 communicator.free()
 if MPI.COMM_WORLD.rank == 0:
@@ -132,32 +143,57 @@ if MPI.COMM_WORLD.rank == 0:
 """
 
 
+def environment(cache, kind, **more):
+    return {
+        "PYTHONPATH": os.pathsep.join([str(STAND_IN), str(Path(__file__).parents[2])]),
+        "STAND_IN": kind,
+        "XDG_CACHE_HOME": str(cache),
+        **more,
+    }
+
+
 def test_ranks_share_one_probe_and_the_next_job_its_result(launch, tmp_path):
     """Inside a job, whose variables the children must not see."""
     cache = tmp_path / "cache"
-    env = {
-        "PYTHONPATH": os.pathsep.join([str(STAND_IN), str(Path(__file__).parents[2])]),
-        "STAND_IN": "nowhere",
-        "XDG_CACHE_HOME": str(cache),
-    }
-    first = launch(3, PROGRAM, env=env)
+    first = launch(3, PROGRAM, env=environment(cache, "nowhere"))
     assert first.returncode == 0, str(first)
     told = json.loads(first.stdout)
     assert told[0] == told[1] == told[2]
-    before, messages, gather, other = told[0]
-    assert before == other == [False, "not tried yet in this process"]
-    assert "signal 11" in messages[1]
-    assert "signal 11" in gather[1]
+    for usable, reason in told[0]:
+        assert not usable
+        assert "signal 11" in reason
     (kept,) = (cache / "mpimesh").iterdir()
 
     # Were it tried again, the answer would be yes.
-    second = launch(2, PROGRAM, env=env | {"STAND_IN": "host"})
+    second = launch(2, PROGRAM, env=environment(cache, "host"))
     assert json.loads(second.stdout)[0] == told[0], str(second)
 
     kept.write_text('{"answers": ')
-    third = launch(2, PROGRAM, env=env | {"STAND_IN": "host"})
-    assert json.loads(third.stdout)[1][1][0] is True, str(third)
+    third = launch(2, PROGRAM, env=environment(cache, "host"))
+    assert json.loads(third.stdout)[1][0][0] is True, str(third)
     assert json.loads(kept.read_text())["answers"]["messages"]["usable"] is True
+
+
+def test_ranks_of_two_nodes_are_told_of_the_network(launch, tmp_path):
+    """Three ranks on two nodes need both ways, and one of them crashes."""
+    env = environment(tmp_path, "near", NODES="2")
+    told = json.loads(launch(3, PROGRAM, env=env).stdout)
+    assert told[0] == told[1] == told[2]
+    names(told[0][0][1], "the child process", "by the network alone")
+    assert not told[0][0][0]
+    # What was found for ranks of one node is another answer.
+    env = environment(tmp_path, "near")
+    assert json.loads(launch(2, PROGRAM, env=env).stdout)[0][0][0] is True
+
+
+def test_ranks_that_see_one_gpu_each_have_no_proof_of_two(launch, tmp_path):
+    env = environment(tmp_path, "host", STAND_IN_GPUS="0;1")
+    for facts in json.loads(launch(2, PROGRAM, env=env).stdout):
+        names(facts[0][1], "rank 0", "--gpus-per-task", "MPIMESH_CUDA_AWARE=yes")
+        assert not facts[0][0]
+    for gpus in ("0,1;1,0", "3"):  # each sees both; both have one
+        env = environment(tmp_path, "host", STAND_IN_GPUS=gpus)
+        assert json.loads(launch(2, PROGRAM, env=env).stdout)[0][0][0] is True
 
 
 @pytest.mark.deep
@@ -165,7 +201,7 @@ def test_ranks_share_one_probe_and_the_next_job_its_result(launch, tmp_path):
 def test_the_setting_is_believed_and_nothing_is_tried(setting, launch, tmp_path):
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "MPIMESH_CUDA_AWARE": setting}
     result = launch(2, PROGRAM, env=env)
-    assert json.loads(result.stdout)[1] == [[setting == "yes", f"MPIMESH_CUDA_AWARE={setting}"]] * 4
+    assert json.loads(result.stdout)[1] == [[setting == "yes", f"MPIMESH_CUDA_AWARE={setting}"]] * 2
     assert not (tmp_path / "cache").exists()
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from mpimesh.comm import ProgressEngine
 from mpimesh.comm.cuda_probe import ProbeResult
+from mpimesh.comm.cuda_probe_child import OPERATIONS
 from mpimesh.comm.device_communicator import DeviceCommunicator, device_communicator
 from mpimesh.comm.device_strategy import PARAMETERS
 from mpimesh.errors import TransportError
@@ -48,10 +49,9 @@ def test_staged(communicator):
 def test_cuda_aware_mpi(communicator):
     from mpimesh.comm.host_strategies import MPICuda
 
-    def proof(operation):
-        return ProbeResult(True, "tried here")
+    results = dict.fromkeys(OPERATIONS, ProbeResult(True, "tried here"))
 
-    strategy = Alone(communicator, MPICuda(communicator, proof=proof))
+    strategy = Alone(communicator, MPICuda(communicator, results))
     assert strategy.cannot("all_reduce") is None
     check_all(strategy, communicator, dtypes=("f4", "c16"), sizes=(0, 50))
     for size in (20_000, 40_001):
@@ -62,10 +62,9 @@ def test_what_mpi_crashes_in_is_made_of_messages(communicator):
     """As the MPIs from PyPI do on a UCX with CUDA: messages move, and some collectives crash."""
     from mpimesh.comm.host_strategies import MPICuda
 
-    def proof(operation):
-        return ProbeResult(operation == "messages", f"{operation} crashed")
+    results = {name: ProbeResult(name == "messages", f"{name} crashed") for name in OPERATIONS}
 
-    strategy = Alone(communicator, MPICuda(communicator, proof=proof))
+    strategy = Alone(communicator, MPICuda(communicator, results))
     assert {strategy.cannot(operation) for operation in PARAMETERS} == {None}
     for name in ("all_gather", "gather", "scatter", "all_to_all", "broadcast"):
         setattr(communicator, name, _never)
@@ -79,10 +78,9 @@ def _never(*_):
 def test_nothing_is_given_to_mpi_that_was_not_proven(communicator):
     from mpimesh.comm.host_strategies import MPICuda
 
-    def proof(operation):
-        return ProbeResult(operation == "broadcast", f"{operation} crashed")
+    results = {name: ProbeResult(name == "broadcast", f"{name} crashed") for name in OPERATIONS}
 
-    strategy = Alone(communicator, MPICuda(communicator, proof=proof))
+    strategy = Alone(communicator, MPICuda(communicator, results))
     assert strategy.cannot("broadcast") is None
     assert strategy.cannot("all_gather") == "all_gather crashed"
     assert strategy.cannot("all_reduce") == "messages crashed"
@@ -97,11 +95,13 @@ def test_memory_of_a_kind_that_was_not_tried_is_not_given_to_mpi(
     """On one rank only: each may have another allocator."""
     from mpimesh.comm.host_strategies import MPICuda
 
-    def proof(operation):
-        return ProbeResult(proven == "all" or operation == "messages", "tried here")
+    results = {
+        name: ProbeResult(proven == "all" or name == "messages", "tried here")
+        for name in OPERATIONS
+    }
 
     given_kinds(monkeypatch, communicator, kinds := set())
-    strategy = Alone(communicator, MPICuda(communicator, proof=proof))
+    strategy = Alone(communicator, MPICuda(communicator, results))
     if communicator.rank == communicator.size - 1:
         sys.modules["cupy"].identity = kind
     check_all(strategy, communicator, dtypes=("f4", "f2"), sizes=(0, 50))

@@ -13,17 +13,20 @@ import pytest
 
 from mpimesh.comm import VirtualWorld, virtual_communicators
 from mpimesh.comm.cuda_probe import (
-    PROCESS_PROBE,
+    BETWEEN_NODES,
+    IN_NODE,
     ChildProcess,
     ChildResult,
     CudaAwareProbe,
     ProbeResult,
+    needed_ways,
     read_results,
     write_results,
 )
 from mpimesh.comm.cuda_probe_child import OPERATIONS
-from mpimesh.comm.mpi_environment import cache_folder
+from mpimesh.comm.mpi_environment import cache_folder, network_environment
 from mpimesh.settings import Settings
+from tests.helpers.raises import names
 
 KEY = {"mpi": "MPICH 5", "gpu": "H200"}
 YES = ProbeResult(True, "moved right")
@@ -31,38 +34,38 @@ NO = ProbeResult(False, "signal 11")
 PERHAPS = ProbeResult(False, "not within 60 s", lasting=False)
 
 
-def test_answers_come_back_for_their_key_and_memory_alone(tmp_path):
+def test_answers_come_back_for_their_key_and_way_alone(tmp_path):
     folder = tmp_path / "a" / "b"
-    assert write_results(KEY, "device", {"messages": YES, "gather": NO}, folder) == ""
-    assert read_results(KEY, "device", folder) == ({"messages": YES, "gather": NO}, "")
-    assert read_results(KEY | {"gpu": "A100"}, "device", folder) == ({}, "")
-    assert read_results(KEY, "managed", folder) == ({}, "")
+    assert write_results(KEY, IN_NODE, {"messages": YES, "gather": NO}, folder) == ""
+    assert read_results(KEY, IN_NODE, folder) == ({"messages": YES, "gather": NO}, "")
+    assert read_results(KEY | {"gpu": "A100"}, IN_NODE, folder) == ({}, "")
+    assert read_results(KEY, BETWEEN_NODES, folder) == ({}, "")
     assert len([*folder.iterdir()]) == 1, "a file was left beside the answers"
 
 
 def test_what_may_be_otherwise_tomorrow_is_forgotten_by_then(tmp_path, monkeypatch):
-    write_results(KEY, "device", {"messages": PERHAPS, "gather": NO}, tmp_path)
-    assert read_results(KEY, "device", tmp_path)[0] == {"messages": PERHAPS, "gather": NO}
+    write_results(KEY, IN_NODE, {"messages": PERHAPS, "gather": NO}, tmp_path)
+    assert read_results(KEY, IN_NODE, tmp_path)[0] == {"messages": PERHAPS, "gather": NO}
     tomorrow_s = time.time() + 25 * 3600
     monkeypatch.setattr(time, "time", lambda: tomorrow_s)
-    assert read_results(KEY, "device", tmp_path)[0] == {"gather": NO}
+    assert read_results(KEY, IN_NODE, tmp_path)[0] == {"gather": NO}
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "3", '{"answers": 3}', '{"at_s": 0, "answers": {"messages": {}}}']
 )
 def test_a_broken_file_is_no_answer_and_is_told(text, tmp_path):
-    write_results(KEY, "device", {"messages": YES}, tmp_path)
+    write_results(KEY, IN_NODE, {"messages": YES}, tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_text(text)
-    results, note = read_results(KEY, "device", tmp_path)
+    results, note = read_results(KEY, IN_NODE, tmp_path)
     assert results == {}
     assert str(path) in note
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    note = write_results(KEY, "device", {"messages": YES}, tmp_path / "file")
+    note = write_results(KEY, IN_NODE, {"messages": YES}, tmp_path / "file")
     assert "cannot be kept" in note
 
 
@@ -72,8 +75,8 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
 
     monkeypatch.setattr(Path, "home", no_home)
     assert cache_folder({}) is None
-    assert read_results(KEY, "device", None) == ({}, "")
-    assert "no home" in write_results(KEY, "device", {"messages": YES}, None)
+    assert read_results(KEY, IN_NODE, None) == ({}, "")
+    assert "no home" in write_results(KEY, IN_NODE, {"messages": YES}, None)
 
 
 # -- child processes -------------------------------------------------------------------
@@ -132,10 +135,34 @@ def test_the_signal_is_found_in_what_a_launcher_says(output, returncode, number)
 # -- who asks -----------------------------------------------------------------------------
 
 
-def test_nothing_is_given_to_mpi_before_it_was_tried(monkeypatch):
-    monkeypatch.delenv("MPIMESH_CUDA_AWARE", raising=False)
-    result = PROCESS_PROBE.result("messages")
-    assert (result.usable, result.reason) == (False, "not tried yet in this process")
+def test_each_way_is_tried_that_ranks_need_and_what_cannot_be_is_a_no():
+    one, two = (100, 7, 4), (100, 8, 4)
+    assert needed_ways([one]) == ([IN_NODE], "")
+    assert needed_ways([one, one, two]) == ([IN_NODE], "")
+    assert needed_ways([one, (200, 7, 1)]) == ([BETWEEN_NODES], "")
+    assert needed_ways([one, two, (200, 7, 1)]) == ([IN_NODE, BETWEEN_NODES], "")
+    # Two ranks that share the only GPU they see, and two that see one each (--gpus-per-task).
+    assert needed_ways([(100, 7, 1), (100, 7, 1)]) == ([IN_NODE], "")
+    ways, why_not = needed_ways([(100, 7, 2), (100, 8, 1), (200, 7, 1)])
+    assert ways == []
+    names(why_not, "rank 1", "of 2", "--gpus-per-task", "MPIMESH_CUDA_AWARE=yes")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "network"),
+    [
+        ("", "^sm,cuda_ipc"),
+        ("all", "^sm,cuda_ipc"),
+        ("^ib", "^ib,sm,cuda_ipc"),
+        ("rc,sm,cuda", "rc,cuda_copy,gdr_copy"),
+        ("self,posix,sysv,tcp,cuda_copy,cuda_ipc", "self,tcp,cuda_copy"),
+    ],
+)
+def test_the_network_alone(chosen, network):
+    assert network_environment({"UCX_TLS": chosen}, "MPICH")["UCX_TLS"] == network
+    btl = network_environment({"OMPI_MCA_btl": "self,sm,tcp"}, "Open MPI")["OMPI_MCA_btl"]
+    assert btl == "self,tcp"
+    assert network_environment({}, "Microsoft MPI") is None
 
 
 def test_threads_are_not_mpi(tmp_path):

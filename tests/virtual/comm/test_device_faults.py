@@ -15,6 +15,7 @@ import pytest
 from mpimesh.comm import ProgressEngine, VirtualWorld, cuda_ipc, virtual_communicators
 from mpimesh.comm.cuda_ipc import CudaIpc, ImportedMemory
 from mpimesh.comm.cuda_probe import ProbeResult
+from mpimesh.comm.cuda_probe_child import OPERATIONS
 from mpimesh.comm.device_communicator import DeviceCommunicator, device_communicator
 from mpimesh.comm.device_strategy import CommStream
 from mpimesh.comm.host_strategies import MPICuda, Staged
@@ -132,7 +133,7 @@ def test_mpi_is_tested_on_the_device_of_the_operation():
         comm.kind = "mpi"
         comm.isend, comm.irecv = watched(comm.isend), watched(comm.irecv)
         with cuda().Device(1):
-            strategy = MPICuda(comm, proof=lambda operation: ProbeResult(True, "tried"))
+            strategy = MPICuda(comm, dict.fromkeys(OPERATIONS, ProbeResult(True, "tried")))
             alone = Alone(comm, strategy)
             x = device(numbers(comm.rank, 5, "f4"))
             request = alone.all_reduce(None, x, "sum")
