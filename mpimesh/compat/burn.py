@@ -1,4 +1,4 @@
-"""burn's ``DistributedBackend``, its synchronisation of gradients by ids, and ``burn-collective``.
+"""burn's ``DistributedBackend`` and its synchronisation of gradients by ids; ``burn-collective``.
 
 Training with mpimesh's own layers needs none of it: the parallel models reduce gradients in
 buckets. This is for a program that has gradients of its own, or that says parameter by parameter
@@ -10,22 +10,41 @@ A :class:`DistributedContext` stands for burn's server, and a group of ranks for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from mpimesh import nn, runtime
 from mpimesh.arguments import as_int, as_time, check_kind, rank_names, shape_of, shown
-from mpimesh.arrays import Array, OpLike, ReduceOp, as_reduce_op, namespace, wire_dtype
+from mpimesh.arrays import Array, OpLike, ReduceOp, namespace, wire_dtype
+from mpimesh.compat.burn_collective import (
+    AllReduceStrategy,
+    BroadcastStrategy,
+    CollectiveConfig,
+    CollectiveTensor,
+    NodeId,
+    Number,
+    PeerId,
+    ReduceOperation,
+    ReduceStrategy,
+    all_reduce,
+    as_op,
+    broadcast,
+    checked_group,
+    finish_collective,
+    nodes,
+    reduce,
+    register,
+    reset_collective,
+    start_global_orchestrator,
+)
 from mpimesh.errors import (
     CollectiveTimeoutError,
     GroupError,
-    LaunchError,
     MismatchError,
     MpimeshError,
     UnresolvedError,
@@ -34,14 +53,14 @@ from mpimesh.errors import (
 from mpimesh.nn import Parameter, SupportsLayer
 from mpimesh.nn.parameter import as_parameters
 from mpimesh.nn.protocol import is_layer, named_parameters
-from mpimesh.runtime import DeviceMesh, ProcessGroup
-from mpimesh.runtime.agreement import agree, agree_alike
+from mpimesh.runtime import ProcessGroup
+from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
-from mpimesh.settings import AlgorithmName
 
 __all__ = [
     "AllReduce",
     "AllReduceStrategy",
+    "BroadcastStrategy",
     "CollectiveConfig",
     "CollectiveTensor",
     "DistributedConfig",
@@ -50,16 +69,24 @@ __all__ = [
     "DistributedParams",
     "DistributedSyncClient",
     "ModuleSharder",
+    "NodeId",
+    "PeerId",
     "ReduceOperation",
+    "ReduceStrategy",
     "TensorRef",
     "all_reduce",
     "broadcast",
+    "close_communication_server",
     "distributed_params",
     "finish_collective",
+    "get_distributed_sync_client",
     "is_distributed",
+    "nodes",
     "reduce",
     "register",
+    "reset_collective",
     "set_distributed",
+    "start_communication_server",
     "start_global_orchestrator",
 ]
 
@@ -70,26 +97,10 @@ _MOST_NAMED = 8
 """So many parameters are named in a message."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class DistributedParamId:
-    """The number by which all ranks know a parameter.
+class DistributedParamId(Number):
+    """The number by which all ranks know a parameter."""
 
-    Attributes:
-        value: From 0 on.
-
-    Raises:
-        GroupError: If it is no such number.
-    """
-
-    value: int
-
-    def __post_init__(self) -> None:
-        """Take NumPy's integers, too."""
-        object.__setattr__(self, "value", as_int(self.value, "param_id", GroupError, least=0))
-
-    def __str__(self) -> str:
-        """Write the number."""
-        return str(self.value)
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +158,7 @@ class ModuleSharder:
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = _checked_group(group)
+        self._group = checked_group(group)
         self._next = 0
 
     def shard(self, module: L) -> L:
@@ -186,13 +197,6 @@ Gradients = Mapping[DistributedParamId, Array] | Mapping[int, Array]
 """Arrays by the ids of their parameters."""
 
 
-class ReduceOperation(Enum):
-    """The operation that reduces gradients."""
-
-    Sum = "sum"
-    Mean = "mean"
-
-
 class DistributedSyncClient:
     """The gradients of one group of replicas, reduced in place, step after step.
 
@@ -216,8 +220,8 @@ class DistributedSyncClient:
     def __init__(
         self, group: ProcessGroup, all_reduce_op: ReduceOperation | OpLike = "mean"
     ) -> None:
-        self._group = _checked_group(group)
-        self._op = _op(all_reduce_op)
+        self._group = checked_group(group)
+        self._op = as_op(all_reduce_op)
         if self._op not in (ReduceOp.MEAN, ReduceOp.SUM):
             raise GroupError(f"all_reduce_op must be 'mean' or 'sum', got {shown(all_reduce_op)}")
         # Of the step under way, in the order of the ids.
@@ -225,6 +229,7 @@ class DistributedSyncClient:
         self._submitted: set[DistributedParamId] = set()
         self._reductions: list[runtime.CollectiveTensor] = []
         self._everyone: runtime.CollectiveTensor | None = None
+        self._closed = False
 
     def register_sync_parameters(self, gradients: Gradients) -> None:
         """Begin a step: announce the arrays in which its gradients will be. Collective.
@@ -261,6 +266,7 @@ class DistributedSyncClient:
         self.submit_sync_collective(timeout_s)
 
     def _register(self, gradients: Callable[[], Gradients]) -> None:
+        self._refuse_closed()
         if self._gradients and self._everyone is None:
             # Local, and so on all ranks: the reductions that each has started may differ by now.
             raise self._unended()
@@ -280,6 +286,7 @@ class DistributedSyncClient:
         Raises:
             GroupError: If it is not registered for this step, or submitted already.
         """
+        self._refuse_closed()
         key = _as_id(param_id)
         where = f"on rank {self._group.rank} of group {self._group.name!r}"
         if key not in self._gradients:
@@ -310,6 +317,7 @@ class DistributedSyncClient:
             Beside the reductions, an all-gather of a byte for each parameter; with a limit, the
             messages of a barrier with one.
         """
+        self._refuse_closed()
         group = self._group
         limit_s = as_time(timeout_s, "timeout_s", GroupError)
         if not self._gradients:
@@ -351,6 +359,10 @@ class DistributedSyncClient:
             )
 
     # -- helpers ---------------------------------------------------------------------------
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise _closed(self._group)
 
     def _checked(self, gradients: Gradients) -> dict[DistributedParamId, Array]:
         """Return arrays by id, in the order of the ids."""
@@ -403,47 +415,43 @@ class DistributedConfig:
     all_reduce_op: ReduceOperation = ReduceOperation.Mean
 
 
-class CollectiveTensor:
-    """A result to come, or an array that is there. Copies resolve to the same array."""
-
-    def __init__(self, handle: runtime.CollectiveTensor | Array) -> None:
-        self._handle = handle
-        self._pending = isinstance(handle, runtime.CollectiveTensor)
-
-    def clone(self) -> CollectiveTensor:
-        """Return another handle of the same result."""
-        return CollectiveTensor(self._handle)
-
-    def resolve(self) -> Array:
-        """Wait for this operation only, and return its result; see `mpimesh.CollectiveTensor`."""
-        return self._handle.resolve() if self._pending else self._handle
-
-    def assume_resolved(self) -> Array:
-        """Return a result that is known to be there.
-
-        Raises:
-            UnresolvedError: If it is not, after all.
-        """
-        return self._handle.assume_resolved() if self._pending else self._handle
-
-
 class DistributedContext:
     """A session of a group: its gradients, and its reductions. A context manager.
+
+    A group has one configuration at a time: a second session must have that of the open one.
 
     Args:
         group: The ranks.
         config: The operation that reduces gradients.
 
     Raises:
-        GroupError: If `group` is none.
+        GroupError: If `group` is none, or has an open session of another configuration.
     """
 
     def __init__(self, group: ProcessGroup, config: DistributedConfig | None = None) -> None:
-        self._group = _checked_group(group)
+        self._group = checked_group(group)
         self.config = DistributedConfig() if config is None else config
         check_kind(self.config, DistributedConfig, "config", GroupError, wanted="one of burn's")
-        self.client = DistributedSyncClient(group, self.config.all_reduce_op)
-        self._open: list[CollectiveTensor] | None = []
+        self._client = DistributedSyncClient(group, self.config.all_reduce_op)
+        sessions = _SESSIONS.setdefault(group, [])
+        if sessions and sessions[0].config != self.config:
+            raise GroupError(
+                f"group {group.name!r} has an open session of {sessions[0].config}, and a second "
+                f"one must have the same, got {self.config}: close the first one, or take another "
+                "group"
+            )
+        sessions.append(self)
+        self._open: list[CollectiveTensor] = []
+
+    @property
+    def client(self) -> DistributedSyncClient:
+        """The client that reduces the gradients of the session.
+
+        Raises:
+            GroupError: Once the session is closed.
+        """
+        self._client._refuse_closed()
+        return self._client
 
     def all_reduce(self, tensor: Array, op: ReduceOperation | OpLike = "sum") -> CollectiveTensor:
         """Start a reduction over the group. Collective.
@@ -451,17 +459,16 @@ class DistributedContext:
         Raises:
             GroupError: If the session is closed.
         """
-        if self._open is None:
-            raise GroupError(f"the session of group {self._group.name!r} is closed: begin another")
-        handle = CollectiveTensor(self._group.all_reduce(tensor, _op(op)))
+        self._client._refuse_closed()
+        handle = CollectiveTensor(self._group.all_reduce(tensor, as_op(op)))
         self._open.append(handle)
         return handle
 
     def sync_collective(self) -> None:
         """Wait for all reductions of the session, in the order of their start."""
-        for handle in self._open or ():
+        handles, self._open = self._open, []
+        for handle in handles:
             handle.resolve()
-        self._open = None if self._open is None else []
 
     def close(self) -> None:
         """Wait for what was started, and take no more.
@@ -470,12 +477,18 @@ class DistributedContext:
             UnresolvedError: If gradients are registered and not synchronised.
         """
         self.sync_collective()
-        if self.client._gradients:
+        if self._client._gradients:
             raise UnresolvedError(
-                f"the session has gradients that wait: {_names(self.client._gradients)}; call "
+                f"the session has gradients that wait: {_names(self._client._gradients)}; call "
                 "client.submit_sync_collective() first"
             )
-        self._open = None
+        self._end()
+
+    def _end(self) -> None:
+        self._client._closed = True
+        sessions = _SESSIONS.get(self._group, [])
+        if self in sessions:
+            sessions.remove(self)
 
     def __enter__(self) -> Self:
         """Return the session."""
@@ -484,9 +497,66 @@ class DistributedContext:
     def __exit__(
         self, kind: object, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the session, unless there was an error."""
+        """Close the session; after an error without waiting for anything."""
         if error is None:
             self.close()
+        else:
+            self._end()
+
+
+_SESSIONS: WeakKeyDictionary[ProcessGroup, list[DistributedContext]] = WeakKeyDictionary()
+"""The open sessions of each group, which are of one configuration."""
+
+
+def start_communication_server(
+    group: ProcessGroup, config: DistributedConfig | None = None
+) -> DistributedContext:
+    """Open a session of a group that :func:`get_distributed_sync_client` finds. Local.
+
+    Args:
+        group: The ranks: burn's devices.
+        config: The operation that reduces gradients.
+
+    Raises:
+        GroupError: If `group` has an open session.
+    """
+    if _SESSIONS.get(checked_group(group)):
+        raise GroupError(
+            f"group {group.name!r} has an open session: close_communication_server ends it"
+        )
+    return DistributedContext(group, config)
+
+
+def get_distributed_sync_client(group: ProcessGroup) -> DistributedSyncClient:
+    """Return the client of the session of a group. Local.
+
+    Raises:
+        GroupError: If there is none.
+    """
+    return _session(group).client
+
+
+def close_communication_server(group: ProcessGroup) -> None:
+    """Close the session of a group, see :meth:`DistributedContext.close`.
+
+    Raises:
+        GroupError: If there is none.
+        UnresolvedError: If gradients are registered and not synchronised.
+    """
+    _session(group).close()
+
+
+def _session(group: ProcessGroup) -> DistributedContext:
+    sessions = _SESSIONS.get(checked_group(group))
+    if not sessions:
+        raise GroupError(
+            f"group {group.name!r} has no open session: start_communication_server opens one"
+        )
+    return sessions[0]
+
+
+def _closed(group: ProcessGroup) -> GroupError:
+    return GroupError(f"the session of group {group.name!r} is closed: begin another")
 
 
 class TensorRef:
@@ -513,8 +583,8 @@ class AllReduce(nn.Module):
     """
 
     def __init__(self, group: ProcessGroup, op: ReduceOperation | OpLike = "sum") -> None:
-        self._group = _checked_group(group)
-        self._op = _op(op)
+        self._group = checked_group(group)
+        self._op = as_op(op)
 
     def forward(self, x: Array, ctx: nn.Context | None = None) -> Array:
         """Return the reduction of `x`. Collective."""
@@ -523,111 +593,6 @@ class AllReduce(nn.Module):
     def backward_input(self, dy: Array, ctx: nn.Context) -> Array:
         """Return the reduction of `dy`. Collective."""
         return self._group.all_reduce(dy, self._op).resolve()
-
-
-# -- burn-collective -----------------------------------------------------------------------------
-
-
-class AllReduceStrategy:
-    """Ways of a reduction, by the names of :meth:`mpimesh.ProcessGroup.all_reduce`."""
-
-    Centralized = "centralized"
-    Ring = "ring"
-
-    @staticmethod
-    def Tree(arity: int = 2) -> str:
-        """Return the way along a tree, of which each rank has at most `arity` branches."""
-        return f"tree({arity})"
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveConfig:
-    """The configuration of a peer. Nodes and their addresses are the launcher's.
-
-    Attributes:
-        num_devices: Number of peers; that of all ranks if None.
-        local_all_reduce_strategy: The way of reductions; the fastest if None.
-    """
-
-    num_devices: int | None = None
-    local_all_reduce_strategy: str | None = None
-
-    def with_num_devices(self, number: int) -> CollectiveConfig:
-        """Return it with this number of peers."""
-        return replace(self, num_devices=number)
-
-    def with_local_all_reduce_strategy(self, strategy: str) -> CollectiveConfig:
-        """Return it with this way of reductions."""
-        return replace(self, local_all_reduce_strategy=strategy)
-
-    def is_valid(self) -> bool:
-        """Tell whether the number of peers is one."""
-        return self.num_devices is None or self.num_devices >= 1
-
-
-def register(mesh: DeviceMesh, config: CollectiveConfig | None = None) -> ProcessGroup:
-    """Return a group of the first `num_devices` ranks, called ``"collective"``. Collective.
-
-    Raises:
-        GroupError: On every rank, if it is registered, or the configuration is not valid.
-        RankError: On every rank, if there are not as many ranks.
-    """
-    check_kind(mesh, DeviceMesh, "mesh", GroupError, wanted="a live DeviceMesh")
-
-    def ranks() -> range:
-        number = None if config is None else config.num_devices
-        number = mesh.world_size if number is None else number
-        return range(as_int(number, "num_devices", GroupError, least=1))
-
-    return mesh.add_group("collective", agree_alike(mesh.group(), "register", ranks))
-
-
-def finish_collective(group: ProcessGroup) -> None:
-    """Give the group back, so that it may be registered again. Collective."""
-    _checked_group(group).close()
-
-
-def all_reduce(
-    tensor: Array,
-    op: ReduceOperation | OpLike,
-    group: ProcessGroup,
-    strategy: str | None = None,
-) -> CollectiveTensor:
-    """Start a reduction over a group, which burn calls the ids of devices. Collective."""
-    way = cast(AlgorithmName | None, strategy)
-    return CollectiveTensor(_checked_group(group).all_reduce(tensor, _op(op), algorithm=way))
-
-
-def reduce(
-    tensor: Array, op: ReduceOperation | OpLike, root: int, group: ProcessGroup
-) -> Array | None:
-    """Return the reduction on `root`, None elsewhere. Collective, and waits."""
-    return _checked_group(group).reduce(tensor, _op(op), root=root).resolve()
-
-
-def broadcast(tensor: Array | None, group: ProcessGroup) -> Array:
-    """Return the array of the one rank that has one. Collective, and waits.
-
-    Raises:
-        GroupError: On every rank, if none has one, or several have.
-    """
-    return _checked_group(group).broadcast(tensor, root=None).resolve()
-
-
-def start_global_orchestrator(port: int | None = None) -> NoReturn:
-    """Refuse: the launcher connects the ranks.
-
-    Raises:
-        LaunchError: Always.
-    """
-    raise LaunchError(
-        "there is no orchestrator to start: mpiexec or srun starts the ranks and connects them, "
-        "as in `mpiexec -n 4 python program.py`"
-    )
-
-
-def _op(op: ReduceOperation | OpLike) -> ReduceOp:
-    return as_reduce_op(op.value if isinstance(op, ReduceOperation) else op)
 
 
 def _agreed(group: ProcessGroup, make: Callable[[], tuple[T, list[str]]], task: str) -> T:
@@ -653,10 +618,6 @@ def _agreed(group: ProcessGroup, make: Callable[[], tuple[T, list[str]]], task: 
     if problem is not None:
         raise on_all_ranks(problem)
     return made
-
-
-def _checked_group(group: object) -> ProcessGroup:
-    return check_kind(group, ProcessGroup, "group", GroupError, wanted="a group of ranks")
 
 
 def _trained(module: object) -> list[tuple[str, Parameter]]:
@@ -687,7 +648,9 @@ def _marked_gradients(parameters: Iterable[Parameter]) -> dict[DistributedParamI
 
 
 def _as_id(param_id: Any) -> DistributedParamId:
-    return param_id if isinstance(param_id, DistributedParamId) else DistributedParamId(param_id)
+    if isinstance(param_id, DistributedParamId):
+        return param_id
+    return DistributedParamId(as_int(param_id, "param_id", GroupError, least=0))
 
 
 def _names(keys: Iterable[DistributedParamId]) -> str:

@@ -21,7 +21,15 @@ from mpimesh import runtime
 from mpimesh.arguments import as_int, as_items, check_kind, rank_names, shown
 from mpimesh.arrays import Array, OpLike
 from mpimesh.errors import DTypeError, MeshError, RankError, ShapeError, WorldSizeError
-from mpimesh.mesh import WORLD, Device, DeviceBackend, Mesh, MeshTopology, cpu_device
+from mpimesh.mesh import (
+    WORLD,
+    Device,
+    DeviceBackend,
+    DeviceTable,
+    Mesh,
+    MeshTopology,
+    cpu_device,
+)
 from mpimesh.mesh.probe import find_devices, probe_devices
 from mpimesh.runtime import ProcessGroup, run_virtual
 from mpimesh.runtime.agreement import agree_alike
@@ -74,8 +82,9 @@ class MeshStats:
 class DeviceMesh(runtime.DeviceMesh):
     """A :class:`mpimesh.DeviceMesh` with kapsl's constructors, all of them collective.
 
-    A list of devices, where kapsl takes one, has one for each rank; each rank has its own device
-    anyway, so it may be left out.
+    A list of devices, where kapsl takes one, has the device of each rank, the same on all ranks;
+    without it, each rank has the one that it found. The group ``"dp"`` of a data-parallel
+    topology is ``"world"`` by another name, and not counted among the groups.
 
     Example:
         >>> with mm.compat.kapsl.DeviceMesh.new() as mesh:
@@ -89,6 +98,8 @@ class DeviceMesh(runtime.DeviceMesh):
 
         Raises:
             WorldSizeError: On every rank, if there is not one device for each.
+            MeshError: On every rank, if one of `devices` is none.
+            MismatchError: On every rank, if `devices` differ.
         """
         return cls.with_topology(devices, MeshTopology.data_parallel())
 
@@ -99,24 +110,42 @@ class DeviceMesh(runtime.DeviceMesh):
         Raises:
             WorldSizeError: On every rank, if the topology does not fit the ranks, or there is not
                 one device for each.
+            MeshError: On every rank, if one of `devices` is none.
+            MismatchError: On every rank, if `devices` differ.
         """
         mesh = cls(topology)
+        found = mesh.all_devices()
 
-        def check() -> None:
-            wanted = "a list of devices, or None"
+        def table() -> DeviceTable:
             if devices is None:
-                return
-            if (count := len(as_items(devices, "devices", wanted=wanted))) != mesh.world_size:
+                return found
+            every = as_items(devices, "devices", wanted="a list of devices, or None")
+            if len(every) != mesh.world_size:
                 raise WorldSizeError(
-                    f"a mesh of {mesh.world_size} ranks has one device for each, got {count}"
+                    f"a mesh of {mesh.world_size} ranks has one device for each, got {len(every)}"
                 )
+            for one in every:
+                check_kind(one, Device, "each of devices", MeshError, wanted="a mesh.Device")
+            return DeviceTable(tuple(every), found.hosts)
 
         try:
-            agree_alike(mesh.group(), "with_topology", check)
+            devices_of = agree_alike(
+                mesh.group(), "with_topology", table, lambda it: "" if it is found else repr(it)
+            )
         except Exception:
             mesh.close()
             raise
+        mesh._core.devices.table = devices_of
         return mesh
+
+    @property
+    def group_names(self) -> list[str]:
+        """Names of all groups, in the order of their making, the same on every rank."""
+        names, topology = super().group_names, self.topology
+        if topology != MeshTopology.data_parallel():
+            return names
+        same = {*self.dim_names, *(name for name, _ in topology.group_plan(self.world_size))}
+        return [name for name in names if name not in same]
 
     @classmethod
     def new_with_mock_comm(cls, devices: Sequence[Device] | None, rank: int) -> Self:
@@ -159,14 +188,17 @@ class DeviceMesh(runtime.DeviceMesh):
 
     def stats(self) -> MeshStats:
         """Return totals over all ranks, and the number of groups. Local."""
-        devices = self.all_devices()
-        return MeshStats(
-            self.world_size,
-            self.total_memory_mb,
-            self.total_compute_units,
-            dict(Counter(str(device.backend) for device in devices)),
-            len(self.group_names),
-        )
+        return _stats(self)
+
+
+def _stats(mesh: runtime.DeviceMesh) -> MeshStats:
+    return MeshStats(
+        mesh.world_size,
+        mesh.total_memory_mb,
+        mesh.total_compute_units,
+        dict(Counter(str(device.backend) for device in mesh.all_devices())),
+        len(mesh.group_names),
+    )
 
 
 class MockComm:
@@ -230,6 +262,15 @@ class MeshRouter:
         if not 0 <= as_int(group, "group") < len(groups):
             raise MeshError(f"tensor-parallel groups are numbered 0 to {len(groups) - 1}: {group}")
         return list(groups[group].tolist())
+
+    def mesh_stats(self) -> MeshStats:
+        """Return the totals of the mesh.
+
+        Raises:
+            MeshError: If it is a plain :class:`~mpimesh.Mesh`, which knows no devices.
+        """
+        wanted = f"a DeviceMesh to have devices and groups: mm.DeviceMesh({self.mesh.dims_text!r})"
+        return _stats(check_kind(self.mesh, runtime.DeviceMesh, "mesh", MeshError, wanted=wanted))
 
     def _first_ranks(self) -> Sequence[int]:
         dims = {RoutingStrategy.TensorParallel: "tp", RoutingStrategy.PipelineParallel: "pp"}

@@ -17,6 +17,7 @@ from mpimesh import dtensor
 from mpimesh.arguments import (
     as_flag,
     as_function,
+    as_int,
     as_items,
     as_real,
     check_kind,
@@ -75,7 +76,7 @@ __all__ = [
     "barrier",
     "call_with_layout",
     "check_layout",
-    "client",
+    "client_id",
     "copy_to_mesh",
     "create_distributed_mesh",
     "create_mesh",
@@ -84,18 +85,29 @@ __all__ = [
     "device_name",
     "enable_save_as_bf16",
     "fetch_layout",
+    "full_job_name",
     "get_default_mesh",
     "heartbeat_enabled",
     "initialize_accelerator_system",
+    "initialize_multi_client",
+    "initialize_tpu_system",
     "is_dtensor",
+    "job_name",
+    "jobs",
+    "local_devices",
     "name_based_restore",
     "name_based_save",
+    "num_clients",
+    "num_global_devices",
+    "num_local_devices",
     "pack",
+    "preferred_device_type",
     "relayout",
     "relayout_like",
     "run_on",
     "sharded_save",
     "shutdown_accelerator_system",
+    "shutdown_tpu_system",
     "to_numpy",
     "unpack",
     "unpacked",
@@ -105,49 +117,97 @@ __all__ = [
 # -- clients --------------------------------------------------------------------------------------
 
 
-class Client(NamedTuple):
+class _Client(NamedTuple):
     """This process among the others, each of which has one device."""
 
-    client_id: int
-    num_clients: int
-    preferred_device_type: str
-    jobs: tuple[str, ...]
-    num_local_devices: int = 1
-
-    @property
-    def num_global_devices(self) -> int:
-        """The number of devices of all clients."""
-        return self.num_clients
-
-    @property
-    def job_name(self) -> str:
-        """``localhost`` for one client, else ``worker``."""
-        return "localhost" if self.num_clients == 1 else "worker"
-
-    def full_job_name(self, task_id: int | None = None) -> str:
-        """Return the name of a client, this one if `task_id` is None."""
-        task = self.client_id if task_id is None else task_id
-        if not 0 <= task < self.num_clients:
-            raise RankError(f"task_id {task} is outside of {self.num_clients} clients")
-        return f"{self.job_name}/replica:0/task:{task}"
-
-    def local_devices(self) -> list[str]:
-        """Return the names of this client's devices."""
-        return [full_name(f"{self.preferred_device_type}:0", self.job_name, self.client_id)]
+    number: int
+    hosts: tuple[str, ...]
+    device_type: str
 
 
-_CLIENTS: WeakKeyDictionary[Any, Client] = WeakKeyDictionary()
+_CLIENTS: WeakKeyDictionary[Any, _Client] = WeakKeyDictionary()
 """Of each world that is initialized, this process."""
 
 
-def client() -> Client:
-    """Return this process among the others; MeshError before the system is initialized. Local."""
+def _client() -> _Client:
     found = _CLIENTS.get(current_world())
     if found is None:
         raise MeshError(
             "the accelerator system is not initialized; call initialize_accelerator_system first"
         )
     return found
+
+
+def client_id() -> int:
+    """Return the number of this client: its rank.
+
+    As all questions about clients, it is local, and raises a MeshError before
+    :func:`initialize_accelerator_system`.
+    """
+    return _client().number
+
+
+def num_clients() -> int:
+    """Return the number of clients: of ranks."""
+    return len(_client().hosts)
+
+
+def jobs() -> list[str]:
+    """Return the host of each client."""
+    return [*_client().hosts]
+
+
+def job_name() -> str:
+    """Return ``localhost`` for one client, else ``worker``."""
+    return "localhost" if num_clients() == 1 else "worker"
+
+
+def full_job_name(task_id: int | None = None) -> str:
+    """Return the name of a client, this one if `task_id` is None.
+
+    Raises:
+        RankError: If there is no such client.
+    """
+    task = client_id() if task_id is None else as_int(task_id, "task_id", RankError)
+    if not 0 <= task < num_clients():
+        raise RankError(f"task_id {task} is outside of {num_clients()} clients")
+    return f"{job_name()}/replica:0/task:{task}"
+
+
+def preferred_device_type() -> str:
+    """Return the type of device that the system was initialized with."""
+    return _client().device_type
+
+
+def local_devices(device_type: str | None = None, for_client_id: int | None = None) -> list[str]:
+    """Return the names of a client's devices, of which it has one.
+
+    Args:
+        device_type: ``"CPU"`` or ``"GPU"``; the preferred one if None.
+        for_client_id: The client; this one if None.
+
+    Raises:
+        MeshError: If `device_type` is no type of device, or one that the clients do not have.
+        RankError: If there is no such client.
+    """
+    task = full_job_name(for_client_id).rpartition(":")[2]
+    kind = as_kind(device_type, preferred_device_type())
+    if kind not in (preferred_device_type(), "CPU"):
+        raise MeshError(
+            f"device_type {kind} is asked for, but the clients have {preferred_device_type()}; "
+            "initialize_accelerator_system says which they have"
+        )
+    return [full_name(f"{kind}:0", job_name(), int(task))]
+
+
+def num_local_devices(device_type: str | None = None) -> int:
+    """Return the number of this client's devices; see :func:`local_devices`."""
+    return len(local_devices(device_type))
+
+
+def num_global_devices(device_type: str | None = None) -> int:
+    """Return the number of devices of all clients; see :func:`local_devices`."""
+    return num_local_devices(device_type) * num_clients()
 
 
 def initialize_accelerator_system(device_type: str | None = None) -> str:
@@ -165,18 +225,35 @@ def initialize_accelerator_system(device_type: str | None = None) -> str:
         def chosen() -> str:
             kind = as_kind(device_type, found)
             if kind not in (found, "CPU"):
-                raise MeshError(f"device_type {kind} is asked for, but the ranks have {found}")
+                raise MeshError(
+                    f"device_type {kind} is asked for, but the ranks have {found}; call "
+                    f"initialize_accelerator_system({found!r})"
+                )
             return kind
 
         kind = agree_alike(mesh.group(), "initialize_accelerator_system", chosen)
-        _CLIENTS[world] = Client(mesh.rank, mesh.world_size, kind, mesh.hosts)
+        _CLIENTS[world] = _Client(mesh.rank, mesh.hosts, kind)
     return kind
 
 
 def shutdown_accelerator_system() -> None:
     """Undo :func:`initialize_accelerator_system`; MPI goes on. MeshError if it is not. Local."""
-    client()
+    _client()
     del _CLIENTS[current_world()]
+
+
+# TensorFlow's older names of the two.
+initialize_multi_client = initialize_accelerator_system
+shutdown_tpu_system = shutdown_accelerator_system
+
+
+def initialize_tpu_system() -> str:
+    """Initialize the accelerator system for TPUs, which no rank has. Collective.
+
+    Raises:
+        MeshError: On every rank; call :func:`initialize_accelerator_system`.
+    """
+    return initialize_accelerator_system("TPU")
 
 
 def create_distributed_mesh(
@@ -207,18 +284,21 @@ def create_distributed_mesh(
     """
 
     def checked() -> list[tuple[str, int]]:
-        me, kind = client(), client().preferred_device_type
+        kind = preferred_device_type()
         check_spmd(use_xla_spmd)
         if as_kind(device_type, kind) != kind:
             raise MeshError(f"device_type is {device_type}, but the clients have a {kind} each")
         if local_devices is not None:
             devices = as_items(local_devices, "local_devices")
-            if [full_name(one, me.job_name, me.client_id) for one in devices] != me.local_devices():
+            job, mine = job_name(), client_id()
+            if [full_name(one, job, mine) for one in devices] != [
+                full_name(f"{kind}:0", job, mine)
+            ]:
                 raise MeshError(
                     f"local_devices must be None or the one device of this client, ['{kind}:0'], "
                     f"got {shown(local_devices)}"
                 )
-        dims, clients = parse_dims({"x": -1} if mesh_dims is None else mesh_dims), me.num_clients
+        dims, clients = parse_dims({"x": -1} if mesh_dims is None else mesh_dims), num_clients()
         what = f"Global number of devices (1 per client * {clients} clients = {clients})"
         shape = shape_for(dims, clients, what)
         return [(dim.name, size) for dim, size in zip(dims, shape, strict=True)]

@@ -39,6 +39,7 @@ __all__ = [
     "gather_to_worker0",
     "recv_from_prev_group",
     "recv_from_worker",
+    "recv_from_worker0",
     "redistribute",
     "redistribute_replica_to_shard",
     "scatter_from_worker0",
@@ -421,6 +422,15 @@ def recv_from_worker(worker: int, *, group: ProcessGroup) -> Array:
         RankError: If it is no other worker.
     """
     return _workers(group).recv(worker).resolve()
+
+
+def recv_from_worker0(*, group: ProcessGroup) -> Array:
+    """Receive what worker 0 of the group sends with :func:`send_to_worker`.
+
+    Raises:
+        RankError: On worker 0.
+    """
+    return recv_from_worker(0, group=group)
 
 
 def send_to_next_group(x: Array, *, mesh: DeviceMesh) -> None:

@@ -384,14 +384,18 @@ class DeviceMesh:
 
     # -- all together ------------------------------------------------------------------------
 
-    def copy(self) -> DeviceMesh:
-        """Collective: make another mesh of the same dims and groups, with its own communicators."""
+    def copy(self) -> Self:
+        """Make another mesh of the same class, dims and groups. Collective.
+
+        The copy has communicators of its own.
+        """
         core = self._core
         groups = core.live("copy")
         groups.settle("copy")
         dims = core.mesh if core.topology is None else core.topology
-        other = DeviceMesh(dims, core.context.communicator)
+        other = type(self)(dims, core.context.communicator)
         other._core.live("copy").add_custom_of(groups)
+        other._core.devices.table = core.devices.table
         return other
 
     def reshape(self, dims: MeshArgument) -> None:

@@ -14,8 +14,6 @@ import mpimesh as mm
 from mpimesh import nn
 from mpimesh.compat.burn import (
     AllReduce,
-    AllReduceStrategy,
-    CollectiveConfig,
     CollectiveTensor,
     DistributedConfig,
     DistributedContext,
@@ -26,23 +24,17 @@ from mpimesh.compat.burn import (
     ReduceOperation,
     TensorRef,
     all_reduce,
-    broadcast,
+    close_communication_server,
     distributed_params,
-    finish_collective,
+    get_distributed_sync_client,
     is_distributed,
-    reduce,
-    register,
     set_distributed,
-    start_global_orchestrator,
+    start_communication_server,
 )
 from mpimesh.errors import (
-    ClosedError,
     CollectiveTimeoutError,
     GroupError,
-    LaunchError,
     MismatchError,
-    RankError,
-    UnknownNameError,
     UnresolvedError,
 )
 from tests.helpers.compat_programs import gradients_by_their_ids, missing_gradients_are_named
@@ -288,6 +280,24 @@ def test_b4_the_configuration_of_a_session_holds_for_its_gradients():
     assert on("dp=2", main) == [[3.0, 1.5]] * 2
 
 
+def test_b4_one_configuration_of_a_group_at_a_time():
+    def main(mesh):
+        group, other = mesh.group("dp"), mesh.add_group("other", [1, 0])
+        total, mean = (DistributedConfig(op) for op in ReduceOperation)
+        with DistributedContext(group, total) as first:
+            with raises(GroupError, "Sum", "Mean", "'dp'"):
+                DistributedContext(group, mean)
+            with DistributedContext(group, total), DistributedContext(other, mean):
+                pass
+            assert first.all_reduce(np.ones(1)).resolve()[0] == 2
+        with pytest.raises(KeyError), DistributedContext(group, total):
+            raise KeyError
+        with DistributedContext(group, mean):  # the sessions before have ended, one by an error
+            pass
+
+    on("dp=2", main)
+
+
 def test_b5_a_collective_tensor_resolves_alone_and_again():
     def main(mesh):
         handles = [all_reduce(np.full(2, k + 1.0), "sum", mesh.group()) for k in range(3)]
@@ -357,11 +367,50 @@ def test_b9_a_session_ends_with_its_work_and_takes_no_more():
             context.close()
         context.client.submit_gradient_sync(4)
         context.client.submit_sync_collective()
-        context.close()
+        client = context.client
         with raises(GroupError, "register_sync_parameters"):
-            context.client.submit_sync_collective()
+            client.submit_sync_collective()
+        context.close()
+        x = np.ones(1)
+        for call in (
+            lambda: context.client,
+            lambda: client.register_sync_parameters({4: x}),
+            lambda: client.submit_gradient_sync(4),
+            client.submit_sync_collective,
+            lambda: client.sync_parameters([]),
+        ):
+            with raises(GroupError, "closed", "'world'"):
+                call()
+        assert x[0] == 1
 
     on("dp=2", main)
+
+
+def test_b9_a_server_has_one_client_until_it_is_closed():
+    def main(mesh):
+        group = mesh.group("dp")
+        for call in (get_distributed_sync_client, close_communication_server):
+            with raises(GroupError, "start_communication_server", "'dp'"):
+                call(group)
+        server = start_communication_server(group, DistributedConfig(ReduceOperation.Sum))
+        with raises(GroupError, "close_communication_server", "'dp'"):
+            start_communication_server(group)
+        client = get_distributed_sync_client(group)
+        assert client is server.client
+        gradients = {0: np.ones(2)}
+        client.register_sync_parameters(gradients)
+        client.submit_gradient_sync(0)
+        with raises(UnresolvedError, "parameters 0"):
+            close_communication_server(group)
+        client.submit_sync_collective()
+        close_communication_server(group)
+        with pytest.raises(GroupError, match="closed"):
+            client.register_sync_parameters(gradients)
+        start_communication_server(group)
+        close_communication_server(group)
+        return gradients[0].tolist()
+
+    assert on("dp=2", main) == [[2.0, 2.0]] * 2
 
 
 def test_b10_registered_parameters_are_those_of_all_ranks():
@@ -422,112 +471,6 @@ def test_b15_other_orders_on_other_ranks_are_errors(monkeypatch):
             "dp=2",
             lambda mesh: mesh.group().all_reduce(np.ones(2), ops[mesh.rank]).resolve(),
         )
-
-
-def test_b16_register_and_finish():
-    def main(mesh):
-        group = register(mesh)
-        assert group.size == 3
-        with raises(GroupError, "'collective'"):
-            register(mesh)
-        finish_collective(group)
-        with pytest.raises(ClosedError):
-            group.barrier()
-        pair = register(mesh, CollectiveConfig().with_num_devices(2))
-        assert [*pair.ranks] == [0, 1]
-        if mesh.rank == 2:
-            with pytest.raises(RankError):
-                pair.barrier()
-
-    on("dp=3", main)
-
-
-def test_b17_reduce_and_broadcast():
-    def main(mesh):
-        group, me = mesh.group(), mesh.rank
-        total: Any = reduce(np.full(2, me + 1.0), "sum", 1, group)
-        assert total is None if me != 1 else total.tolist() == [6.0, 6.0]
-        assert broadcast(np.arange(3.0) if me == 2 else None, group).tolist() == [0.0, 1.0, 2.0]
-        for senders in ([], [0, 2]):
-            with pytest.raises(mm.MpimeshError):
-                broadcast(np.ones(1) if me in senders else None, group)
-        assert all_reduce(np.ones(1), "sum", group).resolve()[0] == 3
-
-    on("dp=3", main)
-
-
-def test_b18_an_error_is_typed_and_raised_on_all_ranks():
-    def main(mesh):
-        group = mesh.group()
-        with pytest.raises(MismatchError):  # RegisterParamsMismatch
-            mesh.add_group("other", [0, mesh.rank])
-        with pytest.raises(GroupError):  # MultipleRegister
-            mesh.add_group("dp", [0])
-        with pytest.raises(RankError):  # ReduceRootMismatch
-            group.reduce(np.ones(1), root=7)
-        with pytest.raises(UnknownNameError):  # RegisterNotFirstOperation
-            mesh.group("unregistered")
-        return group.all_reduce(np.ones(1)).resolve()[0]
-
-    assert on("dp=2", main) == [2.0] * 2
-
-
-def test_b19_strategies_give_one_result():
-    strategies = [
-        AllReduceStrategy.Centralized,
-        AllReduceStrategy.Tree(2),
-        AllReduceStrategy.Tree(3),
-        AllReduceStrategy.Ring,
-    ]
-
-    def main(mesh):
-        found = []
-        for size in (1, 2, 5, 7):  # also fewer elements than ranks, and uneven parts
-            x = np.arange(float(size)) + 10 * mesh.rank
-            found += [all_reduce(x, "sum", mesh.group(), one).resolve() for one in strategies]
-        return found
-
-    for found in on("dp=3", main):
-        expected = [3 * np.arange(float(size)) + 30 for size in (1, 2, 5, 7) for _ in range(4)]
-        assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_b20_configurations_and_two_levels(nodes_apart):
-    config = CollectiveConfig().with_num_devices(2)
-    ring = config.with_local_all_reduce_strategy(AllReduceStrategy.Ring)
-    assert ring == CollectiveConfig(2, AllReduceStrategy.Ring)
-    assert ring.is_valid()
-    assert not CollectiveConfig().with_num_devices(0).is_valid()
-    with pytest.raises(GroupError):
-        on("dp=2", lambda mesh: register(mesh, CollectiveConfig(0)))
-    # The mean divides once, by the number of all ranks.
-    found = on("dp=4", lambda mesh: mesh.group().all_reduce(np.full(3, 4.0), "mean").resolve())
-    assert [one.tolist() for one in found] == [[4.0] * 3] * 4
-
-
-def test_b21_the_launcher_replaces_the_orchestrator():
-    with raises(LaunchError, "mpiexec", "srun"):
-        start_global_orchestrator(4000)
-
-
-def test_b22_a_pending_operation_can_be_waited_for():
-    def main(mesh):
-        handle = None
-        if mesh.rank == 0:
-            handle = mesh.group().all_reduce(np.ones(1))
-            assert not handle.done()
-            with pytest.raises(CollectiveTimeoutError):
-                handle.resolve(0.05)
-            barrier.wait()
-        else:
-            barrier.wait()
-            handle = mesh.group().all_reduce(np.ones(1))
-        handle.wait(30)
-        assert handle.done()
-        return handle.resolve()[0]
-
-    barrier = threading.Barrier(2)
-    assert on("dp=2", main) == [2.0, 2.0]
 
 
 def test_b23_data_parallel_training_leaves_equal_parameters():

@@ -147,6 +147,29 @@ def test_k6_new():
     MockComm.run(2, main)
 
 
+def test_k6_new_takes_the_devices_that_it_is_given():
+    given = [Device(k, f"card {k}", DeviceBackend.CUDA, 1000 + k, 100 + k) for k in range(2)]
+
+    def main():
+        with DeviceMesh.new(given) as mesh:
+            assert [*mesh.all_devices()] == given
+            assert mesh.local_device() == mesh.get_device(mesh.rank) == given[mesh.rank]
+            assert mesh.devices_by_backend("cuda") == given
+            assert mesh.devices_in_group("world") == given
+            assert (mesh.total_memory_mb, mesh.total_compute_units) == (2001, 201)
+            assert mesh.group_names == ["world"]
+            assert mesh.stats() == MeshStats(2, 2001, 201, {"cuda": 2}, 1)
+            mesh.add_group("mine", [1])
+            assert mesh.group_names == ["world", "mine"]
+        with raises(MeshError, "devices", "'card'"):
+            DeviceMesh.new(["card", "card"])  # type: ignore[list-item]
+        rank = mesh.rank
+        with pytest.raises(MismatchError):
+            DeviceMesh.new(given[::-1] if rank else given)
+
+    MockComm.run(2, main)
+
+
 def test_k7_new_with_mock_comm_waits_and_honours_groups():
     def main():
         with pytest.raises(RankError):
@@ -362,6 +385,7 @@ def test_k22_a_copy_has_groups_of_its_own():
     def main(mesh):
         mesh.add_group("mine", [1, 0])
         with mesh.copy() as other:
+            assert type(other) is mm.DeviceMesh
             assert other.group_names == mesh.group_names
             handle = mesh.group("mine").all_reduce(np.ones(1))
             assert other.group("mine").all_reduce(np.full(1, 2.0)).resolve()[0] == 4
@@ -373,6 +397,23 @@ def test_k22_a_copy_has_groups_of_its_own():
         mesh.group("mine").barrier()
 
     on("dp=2", main)
+
+
+def test_k22_the_copy_of_a_kapsl_mesh_is_one():
+    given = [Device(k, f"card {k}", DeviceBackend.CUDA, 1000, 100) for k in range(2)]
+
+    def main():
+        with DeviceMesh.new(given) as mesh:
+            mesh.add_group("mine", [1, 0])
+            with mesh.copy() as other:
+                assert type(other) is DeviceMesh
+                assert other.stats() == mesh.stats()
+                assert [*other.all_devices()] == given
+                group = other.add_group("more", [0, 1], GroupBackend.Mock)
+                assert group.all_reduce(np.ones(1)).resolve()[0] == 2
+            mesh.group("mine").barrier()
+
+    MockComm.run(2, main)
 
 
 def test_k23_devices_and_backends_come_back_from_json():
@@ -632,3 +673,14 @@ def test_k33_routes():
     pipeline = MeshRouter(mesh, RoutingStrategy.PipelineParallel)
     assert {pipeline.route() for _ in range(8)} == {0, 1, 4, 5}  # the first stages
     assert MeshRouter(mm.Mesh("dp=2")).get_tp_group(0) is None
+
+
+def test_k33_the_totals_of_a_routers_mesh():
+    def main(mesh):
+        stats = MeshRouter(mesh).mesh_stats()
+        assert (stats.world_size, stats.total_memory_mb) == (2, mesh.total_memory_mb)
+        assert stats.group_count == len(mesh.group_names)
+
+    on("dp=2", main)
+    with raises(MeshError, "DeviceMesh", "'dp=2'"):
+        MeshRouter(mm.Mesh("dp=2")).mesh_stats()

@@ -461,23 +461,41 @@ def test_t32_barrier():
         on("x=2", late)
 
 
-def test_t33_clients():
+@pytest.mark.parametrize("size", [1, 3])
+def test_t33_clients(size):
+    job = "localhost" if size == 1 else "worker"
+
     def main():
         tf.initialize_accelerator_system()
-        me = tf.client()
-        found = (me.client_id, me.num_clients, me.num_local_devices, me.num_global_devices)
-        assert (me.job_name, me.full_job_name(2)) == ("worker", "worker/replica:0/task:2")
-        assert me.local_devices() == cpus(1, me.client_id, "worker")
-        assert len(me.jobs) == 3
-        assert me.preferred_device_type == "CPU"
-        with pytest.raises(ValueError, match="task_id 3"):
-            me.full_job_name(3)
+        assert (tf.num_clients(), tf.num_local_devices(), tf.num_global_devices()) == (
+            size,
+            1,
+            size,
+        )
+        assert (tf.num_local_devices("CPU"), tf.num_global_devices("cpu")) == (1, size)
+        assert (tf.job_name(), tf.full_job_name(0)) == (job, f"{job}/replica:0/task:0")
+        assert tf.full_job_name() == f"{job}/replica:0/task:{tf.client_id()}"
+        assert tf.local_devices("CPU") == cpus(1, tf.client_id(), job)
+        assert tf.local_devices(for_client_id=size - 1) == cpus(1, size - 1, job)
+        assert len(tf.jobs()) == size
+        assert tf.preferred_device_type() == "CPU"
+        with pytest.raises(ValueError, match=f"task_id {size}"):
+            tf.full_job_name(size)
+        counts: Any = (tf.local_devices, tf.num_local_devices, tf.num_global_devices)
+        for count in counts:
+            for wrong in ("TPU", "no type", "GPU", 3):
+                with pytest.raises(ValueError, match=str(wrong).upper()):
+                    count(wrong)
+        found = tf.client_id()
         tf.shutdown_accelerator_system()
+        for ask in (tf.client_id, tf.jobs, tf.job_name, tf.full_job_name, tf.local_devices):
+            with pytest.raises(ValueError, match="initialize_accelerator_system first"):
+                ask()
         with pytest.raises(ValueError, match="GPU"):
             tf.initialize_accelerator_system("GPU")
         return found
 
-    assert mm.run_virtual(3, main) == [(rank, 3, 1, 3) for rank in range(3)]
+    assert mm.run_virtual(size, main) == [*range(size)]
 
 
 def test_t34_the_system_is_started_once():
@@ -488,8 +506,14 @@ def test_t34_the_system_is_started_once():
         with pytest.raises(ValueError, match="shutdown_accelerator_system first"):
             tf.initialize_accelerator_system()
         tf.shutdown_accelerator_system()
-        tf.initialize_accelerator_system()
-        tf.shutdown_accelerator_system()
+        assert tf.initialize_multi_client() == "CPU"
+        with pytest.raises(ValueError, match="shutdown_accelerator_system first"):
+            tf.initialize_multi_client()
+        tf.shutdown_tpu_system()
+        with pytest.raises(ValueError, match="initialize_accelerator_system first"):
+            tf.shutdown_tpu_system()
+        with pytest.raises(ValueError, match=r"TPU.*CPU"):
+            tf.initialize_tpu_system()
 
     mm.run_virtual(2, main)
 

@@ -23,6 +23,7 @@ from mpimesh.compat.tvm import (
     gather_to_worker0,
     recv_from_prev_group,
     recv_from_worker,
+    recv_from_worker0,
     redistribute,
     redistribute_replica_to_shard,
     scatter_from_worker0,
@@ -412,6 +413,12 @@ def test_v22_neighbours_of_a_pipeline():
             send_to_worker(np.array([7]), 0, group=world)
         if mesh.rank == 0:
             assert recv_from_worker(2, group=world).tolist() == [7]
+            for worker in range(1, 6):
+                send_to_worker(np.array([10 * worker]), worker, group=world)
+            with raises(RankError, 0):
+                recv_from_worker0(group=world)
+        else:
+            assert recv_from_worker0(group=world).tolist() == [10 * mesh.rank]
         return received
 
     assert ThreadedSession(6, 3).run(main) == [None, None, [0], [1], [2], [3]]

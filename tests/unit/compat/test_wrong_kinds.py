@@ -130,7 +130,7 @@ def test_what_one_rank_alone_has_wrong_is_raised_on_both():
             with pytest.raises(MpimeshError, match="the ranks have CPU"):
                 tensorflow.initialize_accelerator_system("GPU" if is_wrong else None)
             with pytest.raises(MeshError, match="not initialized"):
-                tensorflow.client()
+                tensorflow.client_id()
             assert tensorflow.initialize_accelerator_system("CPU") == "CPU"
             for options, text in (
                 ({"mesh_dims": {"x": 3}}, r"must be equal to total size"),
