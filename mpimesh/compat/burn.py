@@ -602,7 +602,8 @@ def _agreed(group: ProcessGroup, make: Callable[[], tuple[T, list[str]]], task: 
         made, lines = make()
     except MpimeshError as error:
         problem, lines = error, [f"{type(error).__name__}: {error}"]
-    everyone = agree(group, Call(task, group.name), lines)
+    with group._core.progress.keeping(problem):
+        everyone = agree(group, Call(task, group.name), lines)
     common = set(everyone[0]).intersection(*everyone)
     rows = []
     for rank, there in enumerate(everyone):

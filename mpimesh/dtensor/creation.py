@@ -316,14 +316,17 @@ def _is_member(mesh: DeviceMesh) -> bool:
 def _facts_of(mesh: DeviceMesh, x: Any, root: int) -> tuple[HostArray | None, Shape, DType]:
     """Collective: return the array of `root` there, and its shape and dtype everywhere."""
     whole: HostArray | None = None
+    failed: Exception | None = None
     facts: list[Any] = [root]
     if mesh.rank == root:
         try:
             whole = host_array(x)
             facts += [whole.shape, dtype_to_json(whole.dtype), ""]
         except Exception as error:
+            failed = error
             facts += [(), "", f"{type(error).__name__}: {error}"]
-    found, ranks = gather_facts(mesh, "distribute", facts), list(mesh.group().ranks)
+    with mesh.group()._core.progress.keeping(failed):
+        found, ranks = gather_facts(mesh, "distribute", facts), list(mesh.group().ranks)
     roots = [theirs for theirs, *_ in found]
     if set(roots) != {root}:
         raise MismatchError.everywhere(

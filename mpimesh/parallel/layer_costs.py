@@ -223,7 +223,8 @@ def _measured_everywhere(
             "aborts": abort.is_set,
             "tensor": tensor.notes(),
         }
-        everyone = agree(scope, "measure_layers", note)
+        with scope._core.progress.keeping(problem):
+            everyone = agree(scope, "measure_layers", note)
         failures = [Failure(**one["failure"]) for one in everyone if one["failure"]]
         if failures:
             notes = zip(scope.ranks, (one["tensor"] for one in everyone), strict=True)

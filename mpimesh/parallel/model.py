@@ -127,7 +127,8 @@ def agreed_squares(
     # Of ranks that repeat each other the first one counts.
     counts = together and not any(group.rank for group in repeats)
     mine = np.array([squares if counts else 0.0, problem is not None, not sums])
-    total, refused, without = scope.all_reduce(mine, label="norm").resolve().tolist()
+    with scope._core.progress.keeping(problem):
+        total, refused, without = scope.all_reduce(mine, label="norm").resolve().tolist()
     if refused or 0 < without < scope.size:
         if problem is None and not refused and not sums:
             problem = ModuleStateError(

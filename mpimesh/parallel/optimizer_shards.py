@@ -434,15 +434,15 @@ class OptimizerShards:
             sums += [memory[start:stop] for key, (start, stop) in spans if key not in without]
         return sums
 
-    def step(self, grad_factor: float) -> BaseException | None:
+    def step(self, grad_factor: float) -> tuple[BaseException | None, list[CollectiveTensor]]:
         """Step all pieces, and give the values of each bucket to all ranks. Collective.
 
         The values of one bucket are on their way while the next one is stepped. Where all ranks
         read values in place, all are there when every rank has come back.
 
         Returns:
-            What an update raised; None if none did. The rest is not stepped then, but its values
-            still go out: no other rank waits, and the replicas stay equal.
+            What an update raised, None if none did, and what is on its way. The rest is not stepped
+            then, but its values still go out: no other rank waits, and the replicas stay equal.
         """
         problem: BaseException | None = None
         handles: list[CollectiveTensor] = []
@@ -467,9 +467,7 @@ class OptimizerShards:
         for number, whole in enumerate(self._whole):
             for piece in whole.values():
                 update(number, piece)
-        for handle in handles:
-            handle.resolve()
-        return problem
+        return problem, handles
 
     def states(self) -> list[dict[str, Any]]:
         """Return the states of this rank's parts of the parameters: views. Local."""

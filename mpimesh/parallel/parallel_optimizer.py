@@ -470,8 +470,12 @@ class ParallelOptimizer:
         Raises:
             Exception: On every rank, if an update raised on any.
         """
-        problem = self._pieces.step(factor)
-        if not self._end.largest(problem is not None):
+        problem, moving = self._pieces.step(factor)
+        with self._engine.scope._core.progress.keeping(problem):
+            for handle in moving:
+                handle.resolve()
+            failed = self._end.largest(problem is not None)
+        if not failed:
             return
         self._is_half_done = True
         error = problem

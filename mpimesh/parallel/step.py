@@ -299,7 +299,9 @@ class Step:
             layers.begin(self._check_abort)
         engine.why_no_step = _UNDER_WAY
         try:
-            loss = self._end(self._try(problem))
+            problem = self._try(problem)
+            with engine.scope._core.progress.keeping(problem):
+                loss = self._end(problem)
         except BaseException as error:
             if getattr(error, "agreed", False) and not self._exchanges.is_alone:
                 engine.why_no_step = ""

@@ -232,7 +232,8 @@ class TrainingEngine:
             # Its text may be of this rank.
             problem, rule = error, f"refused with a {type(error).__name__}"
         try:
-            agree(scope, Call("pipeline", scope.name, rule=rule))
+            with scope._core.progress.keeping(problem):
+                agree(scope, Call("pipeline", scope.name, rule=rule))
         except MismatchError as error:
             raise error from problem
         if problem is not None:

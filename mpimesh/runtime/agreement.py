@@ -71,9 +71,7 @@ def agree(
         One all-reduce of 40 bytes; if values differ, an all-gather of the longest one's bytes.
     """
     communicator = ranks.communicator
-    # A communicator of one rank may have no engine, nor does it need one.
-    engine = communicator.engine
-    progress = engine if isinstance(engine, Progress) else Progress()
+    progress = _progress_of(ranks)
     note = None if problem is None else [type(problem).__name__, str(problem)]
     mine = json.dumps([value, note]).encode()
     call = what if isinstance(what, Call) else Call(what, communicator.name.rpartition("/")[2])
@@ -82,7 +80,8 @@ def agree(
     request = progress.stage(communicator, steps)
     try:
         try:
-            progress.wait(communicator, request, what=what, number=number, look=look)
+            with progress.keeping(problem):
+                progress.wait(communicator, request, what=what, number=number, look=look)
         except TransportError:  # such as of an all-reduce that met another one
             if look is not None:
                 look()
@@ -120,10 +119,18 @@ def agree_alike(
         problem = error
         text = f"{type(error).__name__}: {error}"
     # Objects have another address on each rank.
-    agree(ranks, Call(name, WORLD, rule=plain_text(text)))
+    call = Call(name, WORLD, rule=plain_text(text))
+    with _progress_of(ranks).keeping(problem):
+        agree(ranks, call)
     if problem is not None:
         raise on_all_ranks(problem) if isinstance(problem, MpimeshError) else problem
     return value
+
+
+def _progress_of(ranks: AgreeingRanks) -> Progress:
+    # A communicator of one rank may have no engine, nor does it need one.
+    engine = ranks.communicator.engine
+    return engine if isinstance(engine, Progress) else Progress()
 
 
 def _joint_error(notes: Mapping[int, Sequence[str]], what: object) -> Exception:

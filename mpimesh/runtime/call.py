@@ -216,7 +216,7 @@ def has_unshown_cause(error: BaseException) -> bool:
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if before is None or isinstance(error, RemoteError):  # which tells it in its message
         return False
-    return not any(map(_room, _frames(before)[-1:]))
+    return str(before) not in str(error) or not any(map(_room, _frames(before)[-1:]))
 
 
 def _hide_own_frames(shown: traceback.TracebackException, error: BaseException) -> None:

@@ -328,6 +328,13 @@ class ControlChannels:
 
     # -- the exits of others -----------------------------------------------------------
 
+    def somebody_leaves(self) -> bool:
+        """Tell whether another rank has told that it leaves a mesh, or fails. Never waits."""
+        self.poll()
+        return bool(self._exits) or any(
+            channel.native.Iprobe(tag=Tag.FAILURE) for channel in self._channels
+        )
+
     def poll(self) -> None:
         """Take in the exits that other ranks have told. Never waits."""
         now_s = time.monotonic()

@@ -37,7 +37,14 @@ from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
 from mpimesh.arguments import digest_bits, plain_text
-from mpimesh.errors import LaunchError, MpimeshError, PeerLostError
+from mpimesh.errors import (
+    DeadlockError,
+    LaunchError,
+    MismatchError,
+    MpimeshError,
+    PeerLostError,
+    TransportError,
+)
 from mpimesh.runtime.call import has_unshown_cause, readable, write_error
 from mpimesh.runtime.launch import Launch, end_before_mpi, exit_status, is_rank
 from mpimesh.runtime.witness import unread_bytes
@@ -56,6 +63,7 @@ __all__ = [
     "end_together",
     "install",
     "is_born_too_late",
+    "is_of_another",
     "limited_start",
 ]
 
@@ -76,6 +84,8 @@ _COMPARE_S = 0.25
 that it leaves, wait longer before they say so."""
 _FEW = 16
 """Ranks of the job below this one tell all others how they have failed; the others tell these."""
+_OF_OTHERS = (MismatchError, DeadlockError, TransportError)
+"""What a rank may raise because another one went wrong before."""
 _LEFT = 0
 """Stands for the failure of a rank that has left with an exit code."""
 
@@ -402,7 +412,10 @@ class FailureHooks:
             # All ranks are about to end with it: no reason to end them by force.
             self._failure = exit_code
             self._why = f"raised {kind.__name__}: {error}"
-            if self.rank == 0 or has_unshown_cause(error):
+            of_another = is_of_another(error)
+            if self.rank == 0 or (has_unshown_cause(error) and not of_another):
+                if of_another:
+                    time.sleep(_APART_S)  # a rank where it came of an error shows that one first
                 self._show([self.rank], kind, error)
             else:
                 text = readable(error)
@@ -415,7 +428,11 @@ class FailureHooks:
             time.sleep(self._stagger_s())
             ranks = [self.rank]
         else:
-            ranks = self._ranks_failing_alike(_fingerprint(kind, readable(error)))
+            number = _fingerprint(kind, readable(error))
+            is_first = isinstance(error, _OF_OTHERS) and not is_of_another(error)
+            ranks = self._ranks_failing_alike(
+                -number if is_first else number, gives_way=is_of_another(error)
+            )
         if kind is KeyboardInterrupt and len(ranks) > 1:
             write_error(ranks, f"interrupted; rank {self.rank} was here:")
             ranks = [self.rank]
@@ -426,10 +443,11 @@ class FailureHooks:
         """Return how long to wait where many ranks find out at once: the first ends the others."""
         return _STEP_S * min(self.rank, _LAST_STEP)
 
-    def _ranks_failing_alike(self, fingerprint: int) -> list[int]:
+    def _ranks_failing_alike(self, fingerprint: int, *, gives_way: bool) -> list[int]:
         """Return the ranks that fail alike and at once, if this is the lowest of them.
 
-        Another one waits to be ended by that one, and then returns.
+        Another one waits to be ended by that one, and then returns; so does one that `gives_way` to
+        a rank with the first cause, whose number is negative.
         """
         channel = self._channel()
         if channel is None:
@@ -443,7 +461,8 @@ class FailureHooks:
             _APART_S if self.job is None else _COMPARE_S,
         )
         alike = sorted({self.rank, *(rank for rank, one in failures.items() if one == fingerprint)})
-        if alike[0] == self.rank:
+        waits = gives_way and any(one < 0 for one in failures.values())
+        if alike[0] == self.rank and not waits:
             return alike
         time.sleep(_GRACE_S)
         return [self.rank]
@@ -535,6 +554,15 @@ class FailureHooks:
             return False
         others = channel.exchange_failures(_LEFT, channel.world_ranks, TOGETHER_S)
         return len(others) == len(channel.world_ranks) - 1
+
+
+def is_of_another(error: BaseException) -> bool:
+    """Tell whether `error` came of what another rank did, and of nothing on this rank before."""
+    first, seen = error, {id(error)}
+    while (before := first.__cause__ or first.__context__) is not None and id(before) not in seen:
+        first = before
+        seen.add(id(first))
+    return isinstance(first, _OF_OTHERS)
 
 
 def _fingerprint(kind: type[BaseException], text: str) -> int:

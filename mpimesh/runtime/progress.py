@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ from mpimesh.comm import Communicator, ProgressEngine, Request
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.flight import Recorder
 
-__all__ = ["InputLocks", "Progress", "Wait"]
+__all__ = ["InputLocks", "KeptError", "Progress", "Wait", "put_before"]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -49,10 +49,26 @@ class Wait:
     since_s: float = field(default_factory=time.monotonic)
 
 
+@dataclass(slots=True)
+class KeptError:
+    """An error that this rank brings to a meeting of all ranks, which are to raise it there.
+
+    Attributes:
+        error: The error.
+        is_shown: Whether its traceback was written, because the meeting may never be.
+        since_s: When it was kept by :func:`time.monotonic`.
+    """
+
+    error: BaseException
+    is_shown: bool = False
+    since_s: float = field(default_factory=time.monotonic)
+
+
 class Progress(ProgressEngine):
     """All unfinished multi-step operations of one rank.
 
     Attributes:
+        kept: The error that this rank is about to tell the others; None if there is none.
         current: What the rank waits for now; None if it does not. Other threads may read it.
         calls: What the rank started last, the latest last.
         recorder: Writes all that it starts into the flight record; None if there is none.
@@ -61,11 +77,12 @@ class Progress(ProgressEngine):
         counts: What else this rank has started together with others, by name.
     """
 
-    __slots__ = ("calls", "communicators", "counts", "current", "on_idle", "recorder")
+    __slots__ = ("calls", "communicators", "counts", "current", "kept", "on_idle", "recorder")
 
     def __init__(self) -> None:
         super().__init__()
         self.current: Wait | None = None
+        self.kept: KeptError | None = None
         self.calls: deque[Call] = deque(maxlen=8)
         self.recorder: Recorder | None = None
         self.on_idle: Callable[[Wait], None] | None = None
@@ -126,6 +143,25 @@ class Progress(ProgressEngine):
         finally:
             self._go_back_to(outer)
 
+    def keeping(self, error: BaseException | None) -> AbstractContextManager[None]:
+        """Keep `error` while this rank goes to tell it to the others; None keeps nothing.
+
+        Whatever ends that before shows it: an error raised here has it as its context, and who ends
+        the job from elsewhere finds it in :attr:`kept`.
+        """
+        return nullcontext() if error is None else self._keeping(error)
+
+    @contextmanager
+    def _keeping(self, error: BaseException) -> Iterator[None]:
+        outer, self.kept = self.kept, KeptError(error)
+        try:
+            yield
+        except BaseException as end:
+            put_before(end, error)
+            raise
+        finally:
+            self.kept = outer
+
     def _go_back_to(self, outer: Wait | None) -> None:
         if outer is not None:
             outer.since_s = time.monotonic()  # something has moved
@@ -143,6 +179,17 @@ class Progress(ProgressEngine):
             wait.look()
         if self.on_idle is not None:
             self.on_idle(wait)
+
+
+def put_before(end: BaseException, error: BaseException) -> None:
+    """Have the traceback of `end` show `error` first, unless it came from that already."""
+    last = end
+    while last is not error and error not in (last.__cause__, last.__context__):
+        before = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if before is None:
+            last.__context__, last.__suppress_context__ = error, False
+            return
+        last = before
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ from mpimesh.runtime.call import (
     handled_exception,
     innermost_line,
     main_thread_stack,
+    readable,
     site_text,
     user_line,
     write_error,
@@ -44,7 +45,7 @@ from mpimesh.runtime.control import (
     job_ranks,
 )
 from mpimesh.runtime.deadlock import DeadlockSearch
-from mpimesh.runtime.failure import TOGETHER_S, end_job, install
+from mpimesh.runtime.failure import TOGETHER_S, end_job, install, is_of_another
 from mpimesh.runtime.flight import Recorder, last_words
 from mpimesh.runtime.progress import Progress, Wait
 from mpimesh.runtime.witness import how_it_ended, is_stopped
@@ -84,6 +85,8 @@ _SILENT = "no answer (stopped, dead, or in a call that holds the interpreter)"
 _LONGEST_TRACEBACK = 4000
 
 _OTHERS_LATER_S = 60.0
+_KEPT_S = 2.0
+"""Seconds for which a rank that has failed leaves it to all ranks to raise its error."""
 _SPEAKERS = 16
 """Ranks of the job from this one on say nothing: where they wait, one of the first does, too."""
 _UNNOTICED_S = 0.2
@@ -106,7 +109,8 @@ class RankState:
         at: The line that its program is at, outside mpimesh.
         ended: Whether its program has ended.
         inside: The line of a call that blocks, in a section of mpimesh that has such.
-        failing: The traceback of the exception that its program deals with, as in a ``finally``.
+        failing: The traceback of the error that it has yet to tell the others, or of the exception
+            that its program deals with, as in a ``finally``.
     """
 
     operation: str = ""
@@ -123,7 +127,12 @@ class RankState:
         """Look at a rank of this process that runs in the thread `thread_id`."""
         wait = progress.current
         last = str(progress.calls[-1]) if progress.calls else ""
-        failing = handled_exception(thread_id)[-_LONGEST_TRACEBACK:]
+        kept = progress.kept
+        if kept is None:
+            failing = handled_exception(thread_id)
+        else:
+            failing = "" if kept.is_shown else readable(kept.error)
+        failing = failing[-_LONGEST_TRACEBACK:]
         state = cls(last=last, at=user_line(thread_id), ended=ended, failing=failing)
         if wait is None:
             return state
@@ -378,10 +387,26 @@ class Watchdog:
 
     def _check(self, wait: Wait) -> None:
         """Look after a wait of this rank, every now and then."""
+        self._show_kept()
         self._channels.check(wait)
         if self._deadlocks is not None:
             self._deadlocks.check(wait)
         self._notice.check(wait)
+
+    def _show_kept(self, *, at_once: bool = False) -> None:
+        """Show the error that this rank has yet to tell, if others end the job or come late."""
+        kept = self._progress.kept
+        if kept is None or kept.is_shown:
+            return
+        waits_s = time.monotonic() - kept.since_s
+        if is_of_another(kept.error):
+            show = waits_s > 2 * _KEPT_S  # the one where it began speaks first
+        else:
+            show = at_once or waits_s > _KEPT_S or self._channels.somebody_leaves()
+        if show:
+            kept.is_shown = True
+            why = "has failed, and waits for the other ranks to say so"
+            write_error(self._rank, f"mpimesh: {why}:\n{readable(kept.error)}")
 
     # -- the end of the program; see failure.JobEnd ------------------------------------
 
@@ -485,6 +510,7 @@ class Watchdog:
 
     def _report_gone(self, rank: int, file: int) -> None:
         """End the job, in which a rank of the node is no more."""
+        self._show_kept(at_once=True)
         pid = self._processes.pids[rank]
         how, exit_code = how_it_ended(pid, file)
         processes = self._processes

@@ -36,7 +36,7 @@ from mpimesh.runtime.deadlock import Mail, Waiting, deadlock_text, find_deadlock
 from mpimesh.runtime.failure import end_together, is_born_too_late, limited_start
 from mpimesh.runtime.flight import Recorder
 from mpimesh.runtime.launch import Launch, check_world
-from mpimesh.runtime.progress import InputLocks, Progress, Wait
+from mpimesh.runtime.progress import InputLocks, Progress, Wait, put_before
 from mpimesh.runtime.traffic import Traffic
 from mpimesh.runtime.watchdog import Watchdog, join_virtual_ranks
 from mpimesh.runtime.work import OpenWork
@@ -504,6 +504,10 @@ def run_virtual(
         try:
             results[rank] = function(*arguments, **options)
         except BaseException as error:
+            if world.failure is None:
+                for other in worlds:
+                    if other.progress.kept is not None:
+                        put_before(error, other.progress.kept.error)
             world.fail(rank, error)
         finally:
             world.leave(rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -445,18 +445,21 @@ def _write_region(file: ArrayFile, region: Region, values: DTensor | HostArray, 
     else:
         pieces = _as_it_lies(file, region, values)
     problem: Exception | None = None
-    for box, part in pieces:
-        if problem is None:  # a rank that cannot write goes on to carry what others need
-            try:
-                file.write(box, region.widened(part))
-            except Exception as error:
-                problem = error
-    with agreeing(_core(live), "write", f"write {path}"):
-        if problem is not None:
-            raise problem
-        # One writer's file is one file, and other ranks have nothing of it to bring on the disk.
-        if not (file.one_writer and live and live.rank != live.group().ranks[0]):
-            file.sync()
+    with ExitStack() as stack:
+        for box, part in pieces:
+            if problem is None:  # a rank that cannot write goes on to carry what others need
+                try:
+                    file.write(box, region.widened(part))
+                except Exception as error:
+                    problem = error
+                    if live is not None:
+                        stack.enter_context(live.group()._core.progress.keeping(error))
+        with agreeing(_core(live), "write", f"write {path}"):
+            if problem is not None:
+                raise problem
+            # One writer's file is one file: other ranks have nothing of it to bring on the disk.
+            if not (file.one_writer and live and live.rank != live.group().ranks[0]):
+                file.sync()
 
 
 def _holders_of(values: DTensor | HostArray) -> dict[Box, tuple[int, ...]]:

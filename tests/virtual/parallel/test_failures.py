@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+import mpimesh as mm
 from mpimesh import nn
 from mpimesh.arguments import rank_names
 from mpimesh.errors import ShapeError, StageError
@@ -243,3 +244,26 @@ def test_what_several_ranks_found_is_told_once():
         names(also, "rank 3", " x")
         # The class is that of the error.
         assert "ShapeError" not in str(error)
+
+
+def test_a_layer_that_talks_over_the_mesh_shows_what_it_raised_first():
+    """The others wait in the layer, and what ends that is no error of theirs."""
+
+    def program():
+        with mm.DeviceMesh("dp=3") as mesh:
+
+            class Talks(nn.Module):
+                def forward(self, x, ctx=None):
+                    if mesh.rank == 1:
+                        raise OSError("the cause")
+                    return x - mesh.group().all_reduce(x.mean(), "mean").resolve()
+
+                def backward(self, dy, ctx):
+                    return dy
+
+            model = mm.DataParallel(Talks(), mesh, loss=nn.mse_loss)
+            model.train_step(np.ones((6, 2)), np.ones((6, 2)))
+
+    with pytest.raises(mm.MpimeshError) as raised:
+        mm.run_virtual(3, program)
+    assert "the cause" in "".join(traceback.format_exception(raised.value))
