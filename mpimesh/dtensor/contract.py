@@ -13,12 +13,12 @@ from mpimesh.arrays import DType, HostArray
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.elementwise import call, plain, ufunc_rule
+from mpimesh.dtensor.linear import linear_for
 from mpimesh.dtensor.run import (
     Work,
     axes_of,
     checked_out,
     implements_by_name,
-    linear_in,
     run,
     shape_of,
     store,
@@ -26,7 +26,6 @@ from mpimesh.dtensor.run import (
 from mpimesh.errors import DTypeError, NoRuleError, ShapeError
 from mpimesh.layout.op_rules import (
     Contraction,
-    Linearity,
     contraction,
     einsum_pattern,
     matmul_pattern,
@@ -76,13 +75,20 @@ def einsum(*operands: Any, out: Any = None, optimize: Any = True, **kwargs: Any)
     if not operands or not isinstance(operands[0], str):
         raise NoRuleError.everywhere("einsum of split arrays takes its subscripts as text first")
     subscripts, arrays = operands[0], [plain(one) for one in operands[1:]]
-    kind = _kind(lambda *ones: _product(*ones, **kwargs), arrays, 0)
+    shapes = [shape_of(one) for one in arrays]
+    einsum_pattern(subscripts, shapes)  # refuses what cannot be read
+    ones = [
+        np.ones((1,) * len(shape), one.dtype) if hasattr(one, "dtype") else one
+        for one, shape in zip(arrays, shapes, strict=True)
+    ]
+    kind = np.asarray(np.einsum(subscripts, *ones, optimize=optimize, **kwargs)).dtype
     op, linear = _reduction(arrays, kind)
-    found = einsum_pattern(subscripts, [shape_of(one) for one in arrays], op=op, linear=linear)
+    found = einsum_pattern(subscripts, shapes, op=op, linear=linear)
 
     def work(*blocks: Any) -> Any:
         *sources, into = blocks
-        if any(np.may_share_memory(one, into) for one in sources):
+        # Of one operand it may be a view, whatever its dtype is to be: as NumPy has it.
+        if len(sources) == 1 or any(np.may_share_memory(one, into) for one in sources):
             into[...] = np.einsum(subscripts, *sources, optimize=optimize, **kwargs)
             return into
         return np.einsum(subscripts, *sources, out=into, optimize=optimize, **kwargs)
@@ -346,10 +352,7 @@ def _reduction(operands: Sequence[Any], kind: DType) -> tuple[str, bool]:
     """
     if kind.kind == "b":
         return "max", False
-    linear: tuple[Linearity, ...] = (Linearity((0,)),)
-    for one in operands:
-        linear = linear_in(one, kind, linear)
-    return "sum", bool(linear)
+    return "sum", bool(linear_for(np.matmul, operands, kind))
 
 
 def _flat(x: Any) -> Any:

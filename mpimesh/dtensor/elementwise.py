@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,11 @@ from mpimesh.dtensor import creation
 from mpimesh.dtensor.consistency import raise_together
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
 from mpimesh.dtensor.dtensor import DTensor, common_mesh
+from mpimesh.dtensor.linear import linear_for
 from mpimesh.dtensor.run import (
     Work,
     checked_out,
     implements_by_name,
-    linear_in,
     run,
     shape_of,
     split_out,
@@ -27,28 +26,12 @@ from mpimesh.dtensor.run import (
 from mpimesh.errors import DTypeError, NoRuleError, ShapeError
 from mpimesh.layout import Partial, PlacementSpec, Replicate, Shard
 from mpimesh.layout.op_rules import (
-    Linearity,
     Pattern,
     broadcast_shape,
     elementwise_pattern,
 )
 
 __all__ = ["blockwise", "call", "plain", "tried", "ufunc_rule"]
-
-_SUMS = ("sum", "mean")
-_FIRST = (Linearity((0,), _SUMS),)
-_LINEAR: dict[np.ufunc, tuple[Linearity, ...]] = {
-    np.positive: (Linearity((0,), ("sum", "mean", "prod", "min", "max")),),
-    np.negative: _FIRST,
-    np.conjugate: _FIRST,
-    np.add: (Linearity((0, 1), _SUMS),),
-    np.subtract: (Linearity((0, 1), _SUMS),),
-    np.multiply: (Linearity((0,), _SUMS), Linearity((1,), _SUMS), Linearity((0, 1), ("prod",))),
-    np.divide: _FIRST,
-    np.minimum: (Linearity((0, 1), ("min",)),),
-    np.maximum: (Linearity((0, 1), ("max",)),),
-}
-"""Operands that may be `Partial` for these functions, whose result then is, too."""
 
 
 @implements(np.ufunc)
@@ -113,7 +96,7 @@ def call(
             checked_out(one, shape)
     # What `out` holds stays where the mask is false.
     everything = [*operands, *masks, *(outputs if masks else [])]
-    linear = () if masks else _linear(ufunc, operands, kinds)
+    linear = () if masks else linear_for(ufunc, operands, kinds[0], **kwargs)
     pattern = elementwise_pattern([shape_of(one) for one in everything], shape, linear)
     nin, places = ufunc.nin, [number for number, one in enumerate(outs) if one is not None]
 
@@ -152,7 +135,8 @@ def outer(ufunc: np.ufunc, a: Any, b: Any, **kwargs: Any) -> Any:
     first, second = shape_of(a), shape_of(b)
     kinds = tried(ufunc, [a, b], **kwargs)
     letters = tuple(range(len(first) + len(second)))
-    linear = tuple(one for one in _linear(ufunc, [a, b], kinds) if len(one.operands) == 1)
+    linear = linear_for(ufunc, [a, b], kinds[0], **kwargs)
+    linear = tuple(one for one in linear if len(one.operands) == 1)
     pattern = Pattern((letters[: len(first)], letters[len(first) :]), letters, linear=linear)
 
     shape = (*first, *second)
@@ -200,36 +184,11 @@ def tried(function: Callable[..., Any], operands: Sequence[Any], **kwargs: Any) 
     return kinds
 
 
-def _linear(ufunc: np.ufunc, operands: Sequence[Any], kinds: list[DType]) -> tuple[Linearity, ...]:
-    linear = _LINEAR.get(ufunc, ())
-    if ufunc is np.divide and not _is_number(operands[1], nonzero=True):
-        return ()
-    if ufunc is np.multiply and any(
-        not shape_of(one) and not isinstance(one, DTensor) and not _is_number(one)
-        for one in operands
-    ):
-        return ()
-    for one in operands:
-        linear = linear_in(one, kinds[0], linear)
-    return linear
-
-
-def _is_number(x: Any, *, nonzero: bool = False) -> bool:
-    """Tell whether `x` is a number by which summands can be multiplied or divided one by one."""
-    if isinstance(x, DTensor) or shape_of(x) or np.asarray(x).dtype.kind not in "biufc":
-        return False
-    value = complex(x)
-    return isfinite(value.real) and isfinite(value.imag) and (value != 0 or not nonzero)
-
-
-_ANY = ("sum", "mean", "prod", "min", "max")
-
-
 def blockwise(
     function: Callable[..., Any],
     operands: Sequence[Any],
-    linear: tuple[Linearity, ...] = (),
     *,
+    rule: Any = None,
     shape: tuple[int, ...] | None = None,
     outs: Sequence[DTensor | None] = (),
 ) -> DTensor:
@@ -238,7 +197,7 @@ def blockwise(
     Args:
         function: Takes blocks that broadcast, and gives one array.
         operands: Its operands.
-        linear: Which of them may be summands.
+        rule: The function that it does for :func:`linear_for`, if operands may be summands.
         shape: The result's shape; None for that to which the operands broadcast.
         outs: Where the result is to go.
     """
@@ -247,9 +206,7 @@ def blockwise(
     if shape is None:
         shape = broadcast_shape(shapes)
     (kind,) = tried(function, operands)
-    for one in operands:
-        linear = linear_in(one, kind, linear)
-    pattern = elementwise_pattern(shapes, shape, linear)
+    pattern = elementwise_pattern(shapes, shape, linear_for(rule, operands, kind))
     return run(lambda here: function(*here.blocks), operands, pattern, shape, [kind], outs=outs)[0]
 
 
@@ -264,7 +221,7 @@ def where(condition: Any, *choices: Any) -> Any:
         return sure_rule_of(np.nonzero)(condition)
     if len(choices) != 2:
         raise ShapeError.everywhere("np.where takes two arrays to choose from, or none; got 1")
-    return blockwise(np.where, [condition, *choices], (Linearity((1, 2), _SUMS),))
+    return blockwise(np.where, [condition, *choices], rule=np.where)
 
 
 @implements(np.clip)
@@ -415,7 +372,7 @@ def astype(x: DTensor, dtype: Any, /, *, copy: bool = True, device: Any = None) 
         return x.copy() if copy else x
     if x.dtype.kind in "SU":
         return x.astype(kind, copy=False)
-    return blockwise(lambda block: block.astype(kind), [x], (Linearity((0,), _ANY),))
+    return blockwise(lambda block: block.astype(kind), [x], rule=np.positive)
 
 
 @implements(np.copyto)
@@ -436,7 +393,7 @@ def copyto(dst: DTensor, src: Any, casting: Any = "same_kind", where: Any = True
     empty = np.empty(0, src.dtype) if isinstance(src, DTensor | np.ndarray) else src
     np.copyto(np.empty(0, dst.dtype), empty, casting=casting)  # refuses what it may not cast
     operands = [src, *masks, *([dst] if masks else [])]
-    linear = () if masks else (Linearity((0,), _ANY),)
+    linear = () if masks else linear_for(np.positive, [src], dst.dtype)
     pattern = elementwise_pattern([shape_of(one) for one in operands], dst.shape, linear)
 
     def work(here: Work) -> None:

@@ -137,10 +137,12 @@ def identity_of(op: str, dtype: DType) -> object:
         DTypeError: If the dtype has none.
     """
     kind = np.dtype(dtype)
+    if op == "sum" and kind.kind in "fc":  # x + 0.0 is not x where that is -0.0
+        return kind.type(complex(-0.0, -0.0) if kind.kind == "c" else -0.0)
     if (op in ("sum", "prod") and kind.kind in "iufc") or kind.kind == "V":
         return kind.type(op == "prod")
     if kind.kind == "b":
-        return op == "min"  # "and"
+        return op in ("min", "prod")  # "and"
     if kind.kind in "iu":
         limits = np.iinfo(kind)
         return limits.max if op == "min" else limits.min

@@ -15,20 +15,20 @@ import numpy as np
 from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.elementwise import call, plain
+from mpimesh.dtensor.linear import linear_for
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.redistribute import identity_of
 from mpimesh.dtensor.run import (
     Work,
     axes_of,
     implements_by_name,
-    linear_in,
     reduced_anywhere,
     run,
     shape_of,
 )
 from mpimesh.errors import ShapeError
 from mpimesh.layout import Layout, Partial, PlacementSpec, Shard
-from mpimesh.layout.op_rules import Linearity, broadcast_shape, reduced_shape, reduction_pattern
+from mpimesh.layout.op_rules import broadcast_shape, reduced_shape, reduction_pattern
 from mpimesh.runtime.operands import normal_axis
 
 __all__ = ["mean", "reduce", "reduce_blocks", "reduced_axes", "strict_axes"]
@@ -42,8 +42,6 @@ _OPS: dict[np.ufunc, tuple[str, str]] = {
     np.logical_or: ("max", "b"),
 }
 """Ways to join the parts of a split axis, and the kinds of dtypes of each."""
-
-_SUMMANDS = (Linearity((0,)),)
 
 _Work = Callable[[Work], Any]
 
@@ -176,8 +174,7 @@ def reduce(
             how["where"] = here.blocks[1]
         ufunc.reduce(here.blocks[0], axis=axes, keepdims=keepdims, out=here.out[0], **how)
 
-    stays = ufunc in (np.add, np.multiply, np.minimum, np.maximum)
-    linear = bool(op) and stays and bool(linear_in(a, kind, _SUMMANDS))
+    linear = bool(op) and bool(linear_for(ufunc, [a], kind, method="reduce"))
     made = reduce_blocks(
         work, [a, *masks], axes, op, kind, keepdims=keepdims, linear=linear, into=True
     )

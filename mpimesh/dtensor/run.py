@@ -15,7 +15,7 @@ from mpimesh.dtensor.consistency import raise_float_errors_together, raise_toget
 from mpimesh.dtensor.dispatch import implements, name_of
 from mpimesh.dtensor.dtensor import DTensor, are_whole, common_mesh
 from mpimesh.dtensor.methods import reduced
-from mpimesh.dtensor.redistribute import moves_between_ranks
+from mpimesh.dtensor.redistribute import identity_of, moves_between_ranks
 from mpimesh.errors import (
     AxisError,
     AxisTypeError,
@@ -37,7 +37,6 @@ from mpimesh.layout import (
 from mpimesh.layout.axis_rules import lines_placement
 from mpimesh.layout.op_rules import (
     KEEP,
-    Linearity,
     Pattern,
     broadcast_axes,
     broadcast_shape,
@@ -59,7 +58,6 @@ __all__ = [
     "checked_out",
     "implements_anew",
     "implements_by_name",
-    "linear_in",
     "moved_to",
     "on_stacks",
     "operand_of",
@@ -425,12 +423,9 @@ def _whole_value(value: Any, layout: Layout, rank: int) -> Any:
             if isinstance(spec, Partial)
         )
         if not first:
-            neutral = int(layout.partial_op == "prod")
-            value = (
-                np.full_like(value, neutral)
-                if isinstance(value, np.ndarray | np.generic)
-                else type(value)(neutral)
-            )
+            kind = np.asarray(value).dtype
+            neutral = np.full_like(value, identity_of(layout.partial_op, kind))
+            value = neutral if isinstance(value, np.ndarray | np.generic) else neutral.item()
     shape = shape_of(value)
     if not shape:
         return value
@@ -494,19 +489,6 @@ def split_out(out: Any) -> DTensor:
             f"into a {type(out).__name__}; give a DTensor as out="
         )
     return out
-
-
-def linear_in(x: Any, kind: DType, linear: tuple[Linearity, ...]) -> tuple[Linearity, ...]:
-    """Return `linear` if summands of `x` may be worked on in `kind`, else nothing.
-
-    Integers may have wrapped around, which shows only when they are summed; so they are summed in
-    the dtype that they have.
-    """
-    if not isinstance(x, DTensor) or not x.layout.partial_op or x.dtype == kind:
-        return linear
-    if x.layout.partial_op in ("min", "max"):
-        return linear if np.can_cast(x.dtype, kind) else ()
-    return linear if x.dtype.kind in "fc" and np.can_cast(x.dtype, kind) else ()
 
 
 def shape_of(x: Any) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from mpimesh.dtensor.consistency import raise_together
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
 from mpimesh.dtensor.dtensor import DTensor, are_whole, common_mesh
 from mpimesh.dtensor.elementwise import blockwise, call, plain, tried
+from mpimesh.dtensor.linear import linear_for
 from mpimesh.dtensor.reduce import reduce
 from mpimesh.dtensor.run import (
     Work,
@@ -24,7 +25,7 @@ from mpimesh.dtensor.run import (
     whole_key,
 )
 from mpimesh.errors import DTypeError, NoRuleError, ShapeError
-from mpimesh.layout.op_rules import KEEP, Linearity, Pattern, broadcast_shape, elementwise_pattern
+from mpimesh.layout.op_rules import KEEP, Pattern, broadcast_shape, elementwise_pattern
 
 __all__: list[str] = []
 
@@ -215,10 +216,10 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> DTensor:
     if shape_of(x)[0]:
         if isinstance(x, DTensor):
             x = reduced_anywhere(x)
-        if reduce(np.minimum, x).item() < 0:
+        if x.min().item() < 0:
             raise ShapeError.everywhere("bincount takes no negative numbers")
-        length = max(minlength, reduce(np.maximum, x).item() + 1)
-    linear = (Linearity((1,)),) if others and kind == others[0].dtype else ()
+        length = max(minlength, x.max().item() + 1)
+    linear = linear_for(np.bincount, [x, *others], kind) if others else ()
     pattern = Pattern(((0,),) * (1 + len(others)), (KEEP,), "sum", linear)
 
     def work(here: Work) -> Any:

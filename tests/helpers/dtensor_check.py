@@ -16,22 +16,48 @@ def numbers(shape, dtype=int, seed=0):
     return rng.integers(-9, 10, shape).astype(dtype)
 
 
+def summands(x, op, count, seed=5):
+    """Return so many arrays, none like `x`, of which `op` makes it, to the bit if it is small."""
+    rng = np.random.default_rng(seed)
+    table = rng.integers(-5, 6, (count, *x.shape)).astype(x.dtype)
+    owner = int(rng.integers(count))
+    with np.errstate(all="ignore"):
+        if op in ("sum", "mean"):
+            whole = x * x.dtype.type(count) if op == "mean" else x
+            # What is not finite stands in one of them, beside others that are.
+            table[owner] += whole - table.sum(axis=0).astype(x.dtype)
+        elif op == "prod":
+            signs = rng.choice([-1, 1] if x.dtype.kind != "u" else [1], x.shape).astype(x.dtype)
+            table[:] = 1
+            table[owner] = x * signs
+            table[(owner + 1) % count] *= signs
+        elif x.dtype.kind == "b":
+            others = table.astype(bool)
+            table = (x | others) if op == "min" else (x & others)
+            table[owner] = x
+        else:
+            away = np.abs(rng.integers(0, 6, table.shape)).astype(x.dtype)
+            table = x + away if op == "min" else x - away
+            if x.dtype.kind in "iu":  # without wrapping around
+                table = np.maximum(table, x) if op == "min" else np.minimum(table, x)
+            table[owner] = x
+    return table
+
+
 def split(x, mesh, placements, seed=5):
-    """Distribute an array; the summands of `Partial` dims are random, and sum up to it."""
+    """Distribute an array; of `Partial` dims every rank has a summand of its own."""
     layout = mm.Layout(mesh, placements)
     partial = [dim for dim, spec in enumerate(layout.placement) if isinstance(spec, mm.Partial)]
     whole = mm.distribute(
         x, mesh, ["R" if d in partial else spec for d, spec in enumerate(layout.placement)]
     )
-    if not partial or layout.partial_op != "sum" or x.dtype.kind not in "iufc":
+    kinds = "biuf" if layout.partial_op in ("min", "max") else "iufc"
+    if not partial or x.dtype.kind not in kinds:
         return whole.redistribute(layout.placement) if partial else whole
     parts = [layout.mesh.dims[dim].size for dim in partial]
-    rng = np.random.default_rng(seed)
-    table = rng.integers(-5, 6, (*parts, *x.shape)).astype(x.dtype)
-    first = (0,) * len(parts)
-    table[first] += x - table.sum(axis=tuple(range(len(parts)))).astype(x.dtype)
+    table = summands(x, layout.partial_op, int(np.prod(parts)), seed)
     coords = layout.mesh.coords_of(mesh.rank)
-    mine = table[tuple(coords[dim] for dim in partial)]
+    mine = table[np.ravel_multi_index([coords[dim] for dim in partial], parts)]
     box = tuple(slice(*edges) for edges in layout.box(x.shape, mesh.rank))
     return mm.DTensor.from_local(mine[(*box, ...)].copy(), mesh, layout.placement, shape=x.shape)
 

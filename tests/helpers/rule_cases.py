@@ -34,8 +34,15 @@ LATER = ("np.linalg.lstsq", "np.ufunc.accumulate")
 """Rules that come after each round: the draws of all others stay as they were without them."""
 
 
-def draw_cases(seed: int, count: int, dims: str = "") -> list[Case]:
-    """Return `count` cases: one of each rule in turn, but more of those with many forms."""
+def draw_cases(seed: int, count: int, dims: str = "", op: str = "") -> list[Case]:
+    """Return `count` cases: one of each rule in turn, but more of those with many forms.
+
+    Args:
+        seed: Of random numbers.
+        count: How many.
+        dims: The mesh of all; any of a few if empty.
+        op: The reduction for which most operands are to be summands.
+    """
     more = {"np.ufunc": 24, "method": 14, "operator": 14, "operator.getitem": 8}
     more |= {"operator.setitem": 6, "np.ufunc.reduce": 3}
     rows = [name for name in sorted({*CASES} - {*LATER}) for _ in range(more.get(name, 1))]
@@ -44,7 +51,7 @@ def draw_cases(seed: int, count: int, dims: str = "") -> list[Case]:
     while len(found) < count:
         last = number % len(rows) == len(rows) - 1
         for name in (rows[number % len(rows)], *(LATER if last else ())):
-            draw = Draw(f"{seed} {number} {name}", dims)
+            draw = Draw(f"{seed} {number} {name}", dims, op)
             family, exact = CASES[name]
             text = family(draw, name)
             if draw.operands:

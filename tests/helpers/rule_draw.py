@@ -29,14 +29,19 @@ DTYPES = {
     "c": ["complex64", "complex128"],
 }
 DTYPE_TEXTS = [repr(name) for row in DTYPES.values() for name in row]
+_REDUCIBLE = {"sum": "iufc", "mean": "fc", "prod": "iufc", "min": "biuf", "max": "biuf"}
 _LENGTHS = (0, 1, 1, 2, 2, 3, 3, 4, 5, 7)
 
 
 class Draw:
-    """One case in the making: a mesh, operands, and a source of random numbers."""
+    """One case in the making: a mesh, operands, and a source of random numbers.
 
-    def __init__(self, seed: str, dims: str = "") -> None:
+    With `op` most operands are summands for that reduction.
+    """
+
+    def __init__(self, seed: str, dims: str = "", op: str = "") -> None:
         self.rng = random.Random(seed)
+        self.op = op
         self.dims = dims or self.rng.choice(DIMS)
         self.operands: list[Operand] = []
 
@@ -100,9 +105,11 @@ class Draw:
         specs: list[str] = []
         for size in sizes:
             choice = self.number(0, 9)
-            if choice == 0 or (not shape and choice < 7):
+            if self.op and choice < 7 and kind in _REDUCIBLE[self.op]:
+                specs.append(f"P({self.op})")
+            elif choice == 0 or (not shape and choice < 7):
                 specs.append("R")
-            elif choice in (1, 2) and kind in "iufc":
+            elif choice in (1, 2) and kind in "iufc" and not self.op:
                 specs.append("P")
             elif not shape:
                 specs.append("R")
@@ -215,7 +222,9 @@ class Draw:
         # What has been written must be in `out`, too; in a layout of its own, never in summands.
         out = self.array(shape, dtype=kind, flavour="")
         last = self.operands[-1]
-        place = ", ".join("R" if one.strip() == "P" else one for one in last.placement.split(", "))
+        place = ", ".join(
+            "R" if one.strip()[0] == "P" else one for one in last.placement.split(", ")
+        )
         self.operands[-1] = Operand(place, shape, kind, last.seed, "")
         return f"[{text[:-1]}, out={out}), {out}]"
 

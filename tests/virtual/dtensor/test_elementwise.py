@@ -114,9 +114,10 @@ def test_linear_operations_leave_summands_alone():
             x = split(mesh, values((4, 3)), "P")
             whole = distribute(values((3,)), mesh, "R")
             most = distribute(values((4, 3)), mesh, "P(max)")
-            texts = [x + x, -x, x * 2, x / 4, 3 * x, x * whole, x - 1, x + whole, x.copy()]
+            texts = [x + x, -x, x * 2, x / 4, 3 * x, x - 1, x + whole, x.copy()]
             texts += [np.where(whole > 0, x, x), np.astype(x, "c16"), np.real(x)]
             assert {one.layout.text for one in texts} == {"x=P"}
+            assert (x * whole).layout.text == "x=S0"  # summed first: `whole` may be infinite
             assert np.maximum(most, 3).layout.text == "x=P(max)"
             with np.errstate(all="ignore"):
                 others = [np.sin(x), x * x, x / whole, 2 / x, x > 0, x * np.inf, x / 0, x**1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mpimesh.layout.placement import PARTIAL_OPS
 from tests.helpers.depth import is_deep
 from tests.helpers.rule_cases import (
     CASES,
@@ -31,6 +32,15 @@ def test_every_rule_is_as_numpy_has_it(checks, monkeypatch):
     assert not found, f"{len(found)} of {len(cases)}:\n" + "\n".join(found[:20])
     # A refusal is right on all ranks, but what is refused is not tested.
     assert len(refused) < 0.05 * len(cases)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("op", PARTIAL_OPS)
+def test_every_rule_takes_summands(op):
+    """It works on them one by one only if that comes to NumPy's result of the whole array."""
+    cases = draw_cases(7, 1_500 if is_deep() else 60, op=op)
+    found = problems(cases)
+    assert not found, f"{len(found)} of {len(cases)}:\n" + "\n".join(found[:20])
 
 
 def test_every_rule_has_cases():
