@@ -10,6 +10,9 @@ RANKS := 1 2 3 4 8
 # A replica for each core, of which more than 4 would have few rows each.
 RUN_RANKS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores : 4)))
 RUN_ARGS ?= --compare --device auto --mesh dp=-1 --microbatches 1 --batch-size 720 --hidden 512 --epochs 80 --seed 0 --json out/digits.json
+# Then a few epochs as a pipeline, where the ranks are even in number.
+PIPELINE ?= $(if $(filter 0,$(shell echo $$(($(RUN_RANKS) % 2)))),--mesh dp=-1$(,)pp=2 --microbatches 6 \
+	--batch-size 720 --hidden 512 --epochs 3 --seed 0 --out out/pipeline)
 # More of pytest's options, for instance PYTEST_ARGS='-k broadcast -x'.
 PYTEST_ARGS ?=
 # Which tests the parts of `make test` run: none or --quick a sample, --deep all, --rest all but the sample.
@@ -100,6 +103,13 @@ run: $(VENV)/.run
 	@# The ranks write to a pipe of mpiexec's: only make can tell that a person looks on.
 	@if [ -t 1 ]; then export FORCE_COLOR=1; fi; \
 	$(VENV)/bin/mpiexec -n $(RUN_RANKS) $(PY) examples/train_digits.py $(RUN_ARGS)
+	$(if $(PIPELINE),$(call step,the same model as two stages of a pipeline))
+	@$(if $(PIPELINE),if [ -t 1 ]; then export FORCE_COLOR=1; fi; \
+	$(VENV)/bin/mpiexec -n $(RUN_RANKS) $(PY) examples/train_digits.py $(PIPELINE))
+	@printf '\nWho computed when: out/timeline.svg$(if $(PIPELINE),$(,) out/pipeline/timeline.svg); a web browser shows them.\n'
+	@printf 'What next:\n  . $(VENV)/bin/activate\n  mpiexec -n 2 mpimesh doctor                   # what this machine has\n'
+	@printf '  mpiexec -n 4 python examples/hello_mesh.py    # a first program, of 20 lines\n'
+	@printf '  docs/tutorials/index.md                       # from the first collective on\n'
 
 # -- tests ---------------------------------------------------------------------------------------
 

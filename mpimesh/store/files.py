@@ -152,9 +152,9 @@ def as_store_error(error: Exception, doing: str, *, reading: bool = False) -> Mp
         return error
     kind: type[MpimeshError] = StoreError
     reason = shown(error)
-    extra = {"h5py": "hdf5", "zarr": "zarr"}.get(getattr(error, "name", None) or "")
-    if isinstance(error, ImportError) and extra:
-        kind, reason = MissingPackageError, f"{error}; install mpimesh[{extra}]"
+    package = getattr(error, "name", None)
+    if isinstance(error, ImportError) and package in ("h5py", "zarr"):
+        kind, reason = MissingPackageError, f"{error}; pip install {package}"
     elif isinstance(error, MemoryError):
         reason = "there is not enough memory"
     elif isinstance(error, OSError) and (error.errno or not reading):

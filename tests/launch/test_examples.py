@@ -90,9 +90,11 @@ SMALL = ("pca", "kmeans", "poisson_fft", "resume", "pipeline_zbv", "overlap")
 def test_the_small_examples_run_one_after_the_other_in_one_world(launch, tmp_path):
     code = (
         f"import os, sys; sys.path.insert(0, {str(FOLDER)!r}); os.chdir({str(tmp_path)!r})\n"
-        "import pca, kmeans, poisson_fft, resume, pipeline_zbv, overlap\n"
+        "import pca, kmeans, poisson_fft, resume, pipeline_zbv, overlap, conjugate_gradients\n"
         "pca.main(2000); kmeans.main(2000); poisson_fft.main((8, 16)); resume.main(6)\n"
-        "pipeline_zbv.main(2, 64); overlap.main(1, 1)"
+        "pipeline_zbv.main(2, 64); overlap.main(1, 1)\n"
+        "x, y, z = (block for block, _, _ in conjugate_gradients.main(12, 1e-9, 1).values())\n"
+        "assert abs(x - y).max() < 1e-8 and abs(x - z).max() < 1e-8"
     )
     result = launch(4, ["-c", code])
     assert result.returncode == 0, str(result)

@@ -63,6 +63,20 @@ def test_kmeans_is_that_of_scikit_learn(program, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
+def test_conjugate_gradients_solve_the_system(program, ranks):
+    cg = program("conjugate_gradients")
+    found = mm.run_virtual(ranks, cg.main, 10, 1e-9, 1)
+    line = np.diag(np.ones(9), 1) + np.diag(np.ones(9), -1)
+    matrix = 4 * np.eye(100) - np.kron(np.eye(10), line) - np.kron(line, np.eye(10))
+    exact = np.linalg.solve(matrix, cg.right_side(10, slice(0, 10)).reshape(-1))
+    assert {*found[0]} == {"split arrays", "blocks and plans"}
+    for name in found[0]:
+        x = np.concatenate([results[name][0] for results in found]).reshape(-1)
+        np.testing.assert_allclose(x, exact, atol=1e-8)
+        assert {results[name][1] < 1e-9 for results in found} == {True}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_poisson_has_the_exact_solution(program, ranks):
     poisson = program("poisson_fft")
     errors = mm.run_virtual(ranks, poisson.main, (6, 12, 24))[0]
