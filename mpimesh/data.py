@@ -126,7 +126,7 @@ class Batches:
             self._takes, names = _names_of(model, mesh)
             found, kinds, self._structure, self._read = _reader(source, rows, self._takes, names)
             self._names = names
-            self._dim = _dim_of(mesh, dim)
+            self._dim = _dim_of(mesh, dim, model)
             self._prefetch = as_int(prefetch, "prefetch", ModuleError, least=0)
             size = as_int(batch_size, "batch_size", ModuleError, least=1)
             drop = as_flag(drop_last, "drop_last", ModuleError)
@@ -479,8 +479,10 @@ def _number(value: object) -> object:
     return value.item() if isinstance(value, np.ndarray) and not value.shape else value
 
 
-def _dim_of(mesh: DeviceMesh, dim: object) -> str | None:
-    """Return the dim of the replicas, None for a mesh without "dp"."""
+def _dim_of(mesh: DeviceMesh, dim: object, model: ParallelModel | None) -> str | None:
+    """Return the dim of the replicas, None for a mesh without "dp", or with stages along it."""
+    if model is not None and dim == "dp" == model._engine.pipe.name:
+        return None
     if isinstance(dim, str) and mesh.contains_dim(dim):
         return dim
     if dim in ("dp", None):

@@ -294,7 +294,7 @@ M = TypeVar("M", bound=ParallelModel)
 def fully_shard(
     model: SupportsLayer,
     mesh: DeviceMesh,
-    dim: str = ...,
+    dim: str | None = ...,
     stage: int = ...,
     *,
     hybrid: bool = ...,
@@ -304,14 +304,14 @@ def fully_shard(
 
 @overload
 def fully_shard(
-    model: M, mesh: DeviceMesh, dim: str = ..., stage: int = ..., *, hybrid: bool = ...
+    model: M, mesh: DeviceMesh, dim: str | None = ..., stage: int = ..., *, hybrid: bool = ...
 ) -> M: ...
 
 
 def fully_shard(
     model: SupportsLayer | ParallelModel,
     mesh: DeviceMesh,
-    dim: str = "dp",
+    dim: str | None = None,
     stage: int = 3,
     *,
     hybrid: bool = False,
@@ -358,7 +358,7 @@ def fully_shard(
         model: A layer, of which a :class:`DataParallel` is made; or such a model, or a
             :class:`PipelineParallel`, which is divided as it is.
         mesh: The mesh.
-        dim: The dim of the replicas of a layer; a model has its own.
+        dim: The dim of the replicas; None is ``"dp"`` for a layer, and that of a model.
         stage: What is divided.
         hybrid: Whether each node has all parameters at stage 3. Else they are let go after each
             forward, too (PyTorch's ``reshard_after_forward``).
@@ -369,7 +369,7 @@ def fully_shard(
 
     Raises:
         ModuleError: On every rank, if `stage` is none, or less than that of the model; if the model
-            is on another mesh, or has an optimizer already.
+            is on another mesh, has its replicas along another dim, or an optimizer already.
         ModuleStateError: On every rank, if gradients are being added up.
         MismatchError: On every rank, if the ranks name different stages.
 
@@ -385,11 +385,11 @@ def fully_shard(
             "forward and backward, but with hybrid=True each node keeps them"
         )
     if not isinstance(model, ParallelModel):
-        model = DataParallel(model, mesh, dim, **options)
+        model = DataParallel(model, mesh, "dp" if dim is None else dim, **options)
     elif options:
         raise ModuleError(
             f"fully_shard: the options {sorted(options)} are for a layer, of which a DataParallel "
             f"is made; this is a {type(model).__name__}, which has its own"
         )
-    model._engine.shard(stage, mesh, hybrid)
+    model._engine.shard(stage, mesh, dim, hybrid)
     return model

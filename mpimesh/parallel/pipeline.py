@@ -14,7 +14,7 @@ from mpimesh.arguments import as_flag, as_int
 from mpimesh.arrays import DTypeLike
 from mpimesh.errors import MpimeshError, ScheduleError, TraceError
 from mpimesh.nn import Loss, Sequential, SupportsLayer
-from mpimesh.parallel.batch import Batch, Rows, SupportsStep
+from mpimesh.parallel.batch import Batch, Rows, SupportsStep, check_loss
 from mpimesh.parallel.buckets import BUCKET_BYTES
 from mpimesh.parallel.layer_costs import REPEATS, partition_layers
 from mpimesh.parallel.microbatch import Tree, check_microbatches
@@ -78,7 +78,9 @@ class PipelineParallel(ParallelModel):
         mesh: The mesh. Ranks along its other dims repeat each other's work, or share it, where
             layers are split over them, such as a :class:`ColumnParallelLinear`.
         dim: The dim of the stages. A mesh without it is a pipeline of one rank.
-        data_dim: The dim of the replicas. A mesh without it has one.
+        data_dim: The dim of the replicas; None is ``"dp"``, where the mesh has that and its ranks
+            do not hold the stages. A mesh without it has one replica.
+        loss: The loss to train by, unless a step is given another; only the last stage computes it.
         schedule: The name of one, see :func:`~mpimesh.schedule.make_schedule`: ``"1f1b"``,
             ``"gpipe"``, ``"zb1p"`` or ``"zb2p"`` with one stage for each rank; ``"interleaved"`` or
             ``"looped_bfs"`` with several; ``"zbv"``, ``"vhalf"``, ``"vmin"`` or ``"dualpipev"``
@@ -107,6 +109,7 @@ class PipelineParallel(ParallelModel):
         ScheduleError: If the stages are not numbered in order, or do not fit the mesh and
             schedule; or `num_microbatches` is less than 1.
         UnknownNameError: If there is no such dim or schedule.
+        MeshError: If two of stages, replicas and split layers lie along one dim.
         MismatchError: On every rank, if the ranks make different pipelines, or replicas hold
             different values, or the copies of one parameter do.
 
@@ -126,7 +129,8 @@ class PipelineParallel(ParallelModel):
         *,
         mesh: DeviceMesh,
         dim: str = "pp",
-        data_dim: str = "dp",
+        data_dim: str | None = None,
+        loss: Loss | None = None,
         schedule: ScheduleLike = "1f1b",
         seed: int = 0,
         dtype: DTypeLike = np.float32,
@@ -137,7 +141,14 @@ class PipelineParallel(ParallelModel):
         broadcast: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
-        pipe, data = group_along(mesh, dim, "pp"), group_along(mesh, data_dim, "dp")
+        pipe = group_along(mesh, dim, "pp")
+        if data_dim is None and dim == "dp":
+            data = pipe.alone()
+        else:
+            data_dim = "dp" if data_dim is None else data_dim
+            data = group_along(mesh, data_dim, "dp")
+        check_loss(loss)
+        self._loss = loss
         others = set(mesh.dim_names) - {dim, data_dim}
         advice = (
             ""
@@ -273,8 +284,8 @@ class PipelineParallel(ParallelModel):
                 be as many as replicas times `num_microbatches`. DTensors are split by rows along
                 the dim of the replicas, evenly or not, and lie whole along the others.
             target: What the loss compares the outputs with.
-            loss: Such as ``nn.cross_entropy``. It gets what the last stage made, and the target.
-                May be None on ranks without the last stage.
+            loss: Such as ``nn.cross_entropy``; that given to the constructor if None. It gets what
+                the last stage made, and the target. Ranks without the last stage need none.
             inputs: Inputs that enter at stages with those names, ``PipelineStage(i, inputs=...)``.
             denominator: What to divide the loss by instead of what this batch counts: give the
                 rows of k batches together to accumulate over k steps.
@@ -322,7 +333,7 @@ class PipelineParallel(ParallelModel):
                 x=x,
                 target=target,
                 inputs=inputs,
-                loss=loss,
+                loss=self._loss if loss is None else loss,
                 denominator=denominator,
                 optimizer=optimizer,
                 rows=rows,
@@ -381,7 +392,7 @@ class PipelineParallel(ParallelModel):
                 x=x,
                 target=target,
                 inputs=inputs,
-                loss=loss,
+                loss=self._loss if loss is None else loss,
                 denominator=denominator,
                 rows=rows,
             ),

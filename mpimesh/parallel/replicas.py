@@ -6,7 +6,7 @@ A group is along a dim, which a mesh may lack, or of all ranks with one part of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import combinations, zip_longest
 
 import numpy as np
 
@@ -24,6 +24,7 @@ __all__ = [
     "agree_together",
     "agree_touched",
     "agree_values",
+    "check_dims",
     "describe",
     "difference",
     "digest",
@@ -41,8 +42,14 @@ _LONGEST_NAME = 40
 Line = tuple[int, ...]
 
 
-def group_along(mesh: DeviceMesh, dim: str, usual: str) -> ProcessGroup:
+def group_along(mesh: DeviceMesh, dim: object, usual: str, option: str = "") -> ProcessGroup:
     """Return the group along `dim`; this rank alone where the mesh has not the usual dim.
+
+    Args:
+        mesh: The mesh.
+        dim: The dim.
+        usual: Its usual name.
+        option: What it is given as; ``dim``, or ``data_dim`` where ``dp`` is usual, if empty.
 
     Raises:
         UnknownNameError: If there is no such dim, and it is not the usual one.
@@ -52,8 +59,27 @@ def group_along(mesh: DeviceMesh, dim: str, usual: str) -> ProcessGroup:
     if isinstance(dim, str) and mesh.contains_dim(dim):
         return mesh.group(dim)
     if not isinstance(dim, str) or dim != usual:
-        raise no_dim(mesh, dim, "data_dim" if usual == "dp" else "dim")
+        raise no_dim(mesh, dim, option or ("data_dim" if usual == "dp" else "dim"))
     return mesh.group().alone()
+
+
+def check_dims(
+    mesh: DeviceMesh, *, stages: ProcessGroup, replicas: ProcessGroup, parts: ProcessGroup | None
+) -> None:
+    """Refuse ranks that are to be stages, replicas or the parts of split layers at once. Local.
+
+    Raises:
+        MeshError: If any two of the groups have more than this rank in common.
+    """
+    uses = [("the stages of a pipeline", stages), ("replicas", replicas)]
+    if parts is not None:
+        uses.append(("the parts of split layers", parts))
+    for (what, group), (another, other) in combinations(uses, 2):
+        if len(set(group.ranks) & set(other.ranks)) > 1:
+            raise MeshError(
+                f"along {group.name!r} lie {what}, and along {other.name!r} {another}, which need "
+                f"ranks of their own: give each another dim of the mesh ({mesh.dims_text})"
+            )
 
 
 def no_dim(mesh: DeviceMesh, dim: object, option: str) -> UnknownNameError:

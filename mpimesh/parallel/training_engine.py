@@ -34,7 +34,13 @@ from mpimesh.parallel.header import StepExchanges, fingerprint
 from mpimesh.parallel.links import Links
 from mpimesh.parallel.microbatch import check_microbatches
 from mpimesh.parallel.plans import Plans, ScheduleLike
-from mpimesh.parallel.replicas import agree_together, agree_values, digest
+from mpimesh.parallel.replicas import (
+    agree_together,
+    agree_values,
+    check_dims,
+    digest,
+    group_along,
+)
 from mpimesh.parallel.split_layers import LayerValues, TensorModel, who_holds
 from mpimesh.parallel.stage import (
     PipelineStage,
@@ -472,7 +478,7 @@ class TrainingEngine:
         with self.buckets.no_sync():
             yield
 
-    def shard(self, stage: object, mesh: object, hybrid: object) -> None:
+    def shard(self, stage: object, mesh: object, dim: object, hybrid: object) -> None:
         """Divide the model among its replicas, before it has an optimizer. Collective.
 
         Raises:
@@ -483,13 +489,15 @@ class TrainingEngine:
         number, self._is_hybrid = agree_alike(
             self.scope,
             "fully_shard",
-            lambda: self._checked_stage(stage, mesh, hybrid),
+            lambda: self._checked_stage(stage, mesh, dim, hybrid),
         )
         self.buckets.agree_on_closed(self.scope)
         self.divide(number)
         self.is_stage_chosen = True
 
-    def _checked_stage(self, stage: object, mesh: object, hybrid: object) -> tuple[int, bool]:
+    def _checked_stage(
+        self, stage: object, mesh: object, dim: object, hybrid: object
+    ) -> tuple[int, bool]:
         number = as_int(stage, "stage", ModuleError, least=0)
         if number not in STAGES:
             raise ModuleError(f"stage must be one of ZeRO's, 0 to 3, got {number}")
@@ -503,6 +511,13 @@ class TrainingEngine:
                 f"the model was made on one mesh, {self.mesh.dims_text}, and is to be divided on "
                 f"another, {getattr(mesh, 'dims_text', shown(mesh))}: give it the first"
             )
+        if dim is not None:
+            along = group_along(self.mesh, dim, "dp", "dim")
+            if tuple(along.ranks) != tuple(self.data.ranks):
+                raise ModuleError(
+                    f"a model is divided among its replicas, and along {dim!r} there are others "
+                    f"({self.mesh.dims_text}): leave dim= out"
+                )
         if self.optimizer is not None:
             raise ModuleError(
                 "the model has a ParallelOptimizer, which knows how it is divided: call "
@@ -598,6 +613,7 @@ class TrainingEngine:
             for number in self.local
         }
         self.tensor = TensorModel(self.stages)
+        check_dims(self.mesh, stages=self.pipe, replicas=self.data, parts=self.tensor.group)
         self.waiting = (self.tensor, self.layer_values)
         return self._rule(options)
 

@@ -173,6 +173,7 @@ PIPELINES: dict[str, Any] = {
             "mesh": mesh,
             "dim": "pp",
             "data_dim": "dp",
+            "loss": nn.cross_entropy,
             "schedule": "1f1b",
             **OPTIONS,
         },
