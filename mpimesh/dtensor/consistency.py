@@ -9,8 +9,9 @@ inside to other split arrays is not compared again.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -32,9 +33,9 @@ __all__ = [
     "compare_call",
     "compare_copies",
     "gather_facts",
-    "raise_float_errors_together",
     "raise_together",
     "table_of",
+    "with_float_errors",
     "writable_block",
 ]
 
@@ -72,7 +73,6 @@ def raise_together(
     name: str,
     *,
     needed: bool = True,
-    caught: tuple[type[Exception], ...] = (ValueError, FloatingPointError),
 ) -> Iterator[None]:
     """Raise on all ranks what the body raises on one for what is in its block. Collective.
 
@@ -80,7 +80,6 @@ def raise_together(
         mesh: The mesh.
         name: What is called, for messages.
         needed: Whether the ranks may differ in that; if not, nothing is collective.
-        caught: What counts; all else is a mistake of this rank.
 
     Cost:
         One all-reduce of 40 bytes, if needed and none raises.
@@ -88,7 +87,7 @@ def raise_together(
     problem: Exception | None = None
     try:
         yield
-    except caught as error:
+    except Exception as error:
         if not needed:
             raise
         problem = error
@@ -96,13 +95,66 @@ def raise_together(
         gather_facts(mesh, name, None, problem)
 
 
-def raise_float_errors_together(mesh: DeviceMesh) -> AbstractContextManager[None]:
-    """Raise on all ranks what NumPy raises on one under ``np.errstate(all="raise")`` and the like.
+def with_float_errors(mesh: DeviceMesh, name: str, do: Callable[[], R]) -> R:
+    """Do what meets errors of floats; raise on all ranks what these raise on one.
 
-    Collective if the caller's errstate is such, which must be alike on all ranks.
+    Collective if they raise anything: under ``np.errstate(all="raise")``, a callback of the
+    caller's, or warnings that are errors, all of which must be alike on all ranks. They are noted
+    until all is done, for a rank that raised in between would leave the others waiting.
     """
-    needed = "raise" in np.geterr().values()
-    return raise_together(mesh, "np.errstate", needed=needed, caught=(FloatingPointError,))
+    modes: Any = np.geterr()
+    found, warns = modes.values(), _warnings_raise()
+    if not ("raise" in found or "call" in found or (warns and "warn" in found)):
+        return do()
+    if not mesh.contains_rank(mesh.rank):
+        return do()
+    raising = {"raise", "call", "log", *(["warn"] if warns else [])}
+    own: Any = np.geterrcall()
+    met: dict[str, int] = {}
+
+    def note(kind: str, flag: int) -> None:
+        if modes[_FLOAT_ERRORS[kind]] == "log":
+            own.write(f"Warning: {kind} encountered in {name}\n")
+        else:
+            met.setdefault(kind, flag)
+
+    noted: dict[str, Any] = {key: "call" for key, mode in modes.items() if mode in raising}
+    with np.errstate(**noted, call=note):
+        made = do()
+    problem: Exception | None = None
+    try:
+        for kind, flag in met.items():
+            text = f"{kind} encountered in {name} on rank {mesh.rank}"
+            mode = modes[_FLOAT_ERRORS[kind]]
+            if mode == "raise":
+                raise FloatingPointError(text)
+            if mode == "call":
+                own(kind, flag)
+            else:
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+    except Exception as error:
+        problem = error
+    gather_facts(mesh, name, None, problem)
+    return made
+
+
+_FLOAT_ERRORS = {
+    "divide by zero": "divide",
+    "overflow": "over",
+    "underflow": "under",
+    "invalid value": "invalid",
+}
+
+
+def _warnings_raise() -> bool:
+    """Tell whether a warning of NumPy about floats is raised as an error."""
+    for action, message, category, _, _ in warnings.filters:  # the first one that fits counts
+        if category in _ABOVE and (message is None or message.match("overflow encountered in add")):
+            return action == "error"
+    return False
+
+
+_ABOVE = RuntimeWarning.__mro__
 
 
 def call_compared(
@@ -126,11 +178,11 @@ def call_compared(
         MismatchError: On every rank, naming each rank's call, if they differ.
     """
     if not mesh._core.context.settings.checks or _inside.get():
-        return do()
+        return with_float_errors(mesh, name, do)
     compare_call(mesh, name, arguments, named)
     token = _inside.set(True)
     try:
-        return do()
+        return with_float_errors(mesh, name, do)
     finally:
         _inside.reset(token)
 

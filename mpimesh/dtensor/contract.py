@@ -327,7 +327,9 @@ def _contracted(
     def work(here: Work) -> None:
         function(*here.blocks, here.out[0])
 
-    (made,) = run(work, operands, found.pattern, found.shape, [kind], outs=outs, into=True)
+    (made,) = run(
+        work, operands, found.pattern, found.shape, [kind], outs=outs, into=True, refuses=False
+    )
     return made if out is None else store(made, out)
 
 

@@ -10,9 +10,8 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_masked, refuse_objects
 from mpimesh.dtensor import creation
-from mpimesh.dtensor.consistency import raise_together
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
-from mpimesh.dtensor.dtensor import DTensor, common_mesh
+from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.linear import linear_for
 from mpimesh.dtensor.run import (
     Work,
@@ -110,22 +109,30 @@ def call(
 
         ufunc(*here.blocks[:nin], out=here.out, **options)
 
-    if _may_fail(ufunc, operands, shape, kinds):
-        work = raise_together(common_mesh([*everything, *outs]), f"np.{ufunc.__name__}")(work)
-    results = list(run(work, everything, pattern, shape, kinds, outs=outs, into=True))
+    refuses = refuses_values(ufunc, operands, kinds)
+    results = list(
+        run(work, everything, pattern, shape, kinds, outs=outs, into=True, refuses=refuses)
+    )
     for number in places:
         results[number] = store(results[number], outs[number], kwargs.get("casting", "same_kind"))
     return results[0] if ufunc.nout == 1 else tuple(results)
 
 
-def _may_fail(
-    ufunc: np.ufunc, operands: list[Any], shape: tuple[int, ...], kinds: list[DType]
-) -> bool:
-    """Tell whether some ranks may meet values that NumPy refuses: powers that are below zero."""
-    if ufunc is not np.power or kinds[0].kind != "i" or 0 in shape:
-        return False
-    power = operands[1]
-    return isinstance(power, DTensor) or bool(np.any(np.less(power, 0)))
+_NUMPYS = {one for one in vars(np).values() if isinstance(one, np.ufunc)}
+
+
+def refuses_values(ufunc: np.ufunc, operands: Sequence[Any], kinds: Sequence[DType]) -> bool:
+    """Tell whether a ufunc may raise for numbers that only some ranks have.
+
+    NumPy's own do so for integers to powers below zero; those of other packages may always.
+    """
+    if ufunc is not np.power:
+        return ufunc not in _NUMPYS
+    of_integers = kinds[0].kind in "iu" or all(
+        np.result_type(one if shape_of(one) == () else one.dtype).kind in "biu" for one in operands
+    )
+    power = operands[-1]
+    return of_integers and (isinstance(power, DTensor) or bool(np.any(np.less(power, 0))))
 
 
 def outer(ufunc: np.ufunc, a: Any, b: Any, **kwargs: Any) -> Any:
@@ -144,9 +151,8 @@ def outer(ufunc: np.ufunc, a: Any, b: Any, **kwargs: Any) -> Any:
     def work(here: Work) -> None:
         ufunc.outer(*here.blocks, out=here.out, **kwargs)
 
-    if _may_fail(ufunc, [a, b], shape, kinds):
-        work = raise_together(common_mesh([a, b]), f"np.{ufunc.__name__}.outer")(work)
-    results = run(work, [a, b], pattern, shape, kinds, into=True)
+    refuses = refuses_values(ufunc, [a, b], kinds)
+    results = run(work, [a, b], pattern, shape, kinds, into=True, refuses=refuses)
     return results[0] if ufunc.nout == 1 else results
 
 
@@ -189,8 +195,7 @@ def blockwise(
     operands: Sequence[Any],
     *,
     rule: Any = None,
-    shape: tuple[int, ...] | None = None,
-    outs: Sequence[DTensor | None] = (),
+    refuses: bool = True,
 ) -> DTensor:
     """Do a function that works element by element on blocks. Collective, if any is moved.
 
@@ -198,16 +203,18 @@ def blockwise(
         function: Takes blocks that broadcast, and gives one array.
         operands: Its operands.
         rule: The function that it does for :func:`linear_for`, if operands may be summands.
-        shape: The result's shape; None for that to which the operands broadcast.
-        outs: Where the result is to go.
+        refuses: Whether the function may raise for some numbers; see :func:`run`.
     """
     operands = [plain(one) for one in operands]
     shapes = [shape_of(one) for one in operands]
-    if shape is None:
-        shape = broadcast_shape(shapes)
+    shape = broadcast_shape(shapes)
     (kind,) = tried(function, operands)
     pattern = elementwise_pattern(shapes, shape, linear_for(rule, operands, kind))
-    return run(lambda here: function(*here.blocks), operands, pattern, shape, [kind], outs=outs)[0]
+
+    def work(here: Work) -> Any:
+        return function(*here.blocks)
+
+    return run(work, operands, pattern, shape, [kind], refuses=refuses)[0]
 
 
 @implements(np.where)
@@ -221,7 +228,7 @@ def where(condition: Any, *choices: Any) -> Any:
         return sure_rule_of(np.nonzero)(condition)
     if len(choices) != 2:
         raise ShapeError.everywhere("np.where takes two arrays to choose from, or none; got 1")
-    return blockwise(np.where, [condition, *choices], rule=np.where)
+    return blockwise(np.where, [condition, *choices], rule=np.where, refuses=False)
 
 
 @implements(np.clip)
@@ -250,7 +257,7 @@ def clip(
         return call(np.minimum, (a, high), out=out, **kwargs)
     if high is None:
         return call(np.maximum, (a, low), out=out, **kwargs)
-    made = blockwise(lambda *blocks: np.clip(*blocks, **kwargs), [a, low, high])
+    made = blockwise(lambda *blocks: np.clip(*blocks, **kwargs), [a, low, high], refuses=False)
     return made if out is None else store(made, out)
 
 
@@ -264,7 +271,7 @@ def isclose(
         x, y, relative, absolute = blocks
         return np.isclose(x, y, relative, absolute, equal_nan=equal_nan)
 
-    return blockwise(close, [a, b, rtol, atol])
+    return blockwise(close, [a, b, rtol, atol], refuses=False)
 
 
 @implements(np.allclose)
@@ -300,7 +307,7 @@ def _same(a: Any, b: Any, *, equal_nan: bool) -> bool:
         # What is not itself is NaN.
         return found | (np.not_equal(one, one) & np.not_equal(other, other))
 
-    return bool(np.all(blockwise(equal, [a, b])))
+    return bool(np.all(blockwise(equal, [a, b], refuses=False)))
 
 
 @implements(np.real)
@@ -318,7 +325,7 @@ def imag(val: DTensor) -> DTensor:
 @implements(np.angle)
 def angle(z: DTensor, deg: bool = False) -> DTensor:
     """Return the angles of complex numbers."""
-    return blockwise(lambda block: np.angle(block, deg=deg), [z])
+    return blockwise(lambda block: np.angle(block, deg=deg), [z], refuses=False)
 
 
 @implements(np.nan_to_num)
@@ -334,18 +341,18 @@ def nan_to_num(
     def numbers(block: Any) -> Any:
         return np.nan_to_num(block, nan=nan, posinf=posinf, neginf=neginf)
 
-    made = blockwise(numbers, [x])
+    made = blockwise(numbers, [x], refuses=False)
     return made if copy else store(made, x)
 
 
 @implements_by_name(np.round, np.around)
 def round_(a: DTensor, decimals: int = 0) -> DTensor:
     """Round to `decimals`."""
-    return blockwise(lambda block: np.round(block, decimals), [a])
+    return blockwise(lambda block: np.round(block, decimals), [a], refuses=False)
 
 
 def _each(function: Callable[..., Any], x: DTensor) -> DTensor:
-    return blockwise(function, [x])
+    return blockwise(function, [x], refuses=False)
 
 
 for _function in (np.iscomplex, np.isreal, np.isposinf, np.isneginf, np.i0, np.sinc, np.fix):
@@ -372,7 +379,7 @@ def astype(x: DTensor, dtype: Any, /, *, copy: bool = True, device: Any = None) 
         return x.copy() if copy else x
     if x.dtype.kind in "SU":
         return x.astype(kind, copy=False)
-    return blockwise(lambda block: block.astype(kind), [x], rule=np.positive)
+    return blockwise(lambda block: block.astype(kind), [x], rule=np.positive, refuses=False)
 
 
 @implements(np.copyto)
@@ -402,7 +409,9 @@ def copyto(dst: DTensor, src: Any, casting: Any = "same_kind", where: Any = True
         mask = here.blocks[1] if masks else True
         np.copyto(here.out[0], here.blocks[0], casting=casting, where=mask)
 
-    made = run(work, operands, pattern, dst.shape, [dst.dtype], outs=[dst], into=True)
+    made = run(
+        work, operands, pattern, dst.shape, [dst.dtype], outs=[dst], into=True, refuses=False
+    )
     store(made[0], dst)
 
 

@@ -87,7 +87,11 @@ def concatenate(
     rule = cheapest(mesh, operands, join_rules(mesh, operands, which))
     shape = list(tensors[0].shape)
     shape[which] = sum(one.shape[which] for one in tensors)
-    made = apply_rule(lambda *blocks: np.concatenate(blocks, which), tensors, rule, shape, kind)
+
+    def join(*blocks: Any) -> Any:
+        return np.concatenate(blocks, which)
+
+    made = apply_rule(join, tensors, rule, shape, kind)
     return made if out is None else store(made, out, casting)
 
 

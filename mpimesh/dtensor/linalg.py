@@ -55,7 +55,7 @@ def trace(
         return np.trace(block, here_offset, row, column, dtype=dtype)
 
     axes = tuple(sorted((row, column)))
-    return reduce_blocks(work, [reduced_anywhere(a)], axes, "sum", kind)
+    return reduce_blocks(work, [reduced_anywhere(a)], axes, "sum", kind, refuses=False)
 
 
 @implements(np.linalg.norm)
@@ -106,7 +106,8 @@ def _squares(x: DTensor, axes: tuple[int, ...], keepdims: bool = False) -> DTens
         np.add.reduce(squares, axis=axes, keepdims=keepdims, out=here.out[0])
 
     kind = np.zeros((), x.dtype).real.dtype
-    return reduce_blocks(work, [x], tuple(sorted(axes)), "sum", kind, keepdims=keepdims, into=True)
+    axes = tuple(sorted(axes))
+    return reduce_blocks(work, [x], axes, "sum", kind, keepdims=keepdims, into=True, refuses=False)
 
 
 def _vector_norm(x: DTensor, order: float, axes: tuple[int, ...], keepdims: bool) -> DTensor:
@@ -132,7 +133,9 @@ def _stacked(
     cores: Sequence[str],
     args: Sequence[Any],
     options: dict[str, Any],
-    **how: str,
+    *,
+    free: str = "",
+    out: str = "",
 ) -> list[DTensor] | None:
     """Do a function of matrices; None if it has to be done on whole arrays, and may be.
 
@@ -147,7 +150,7 @@ def _stacked(
             raise LinAlgError(f"{name} takes matrices, got shape {x.shape}")
         # Where no column is split, each rank may have its own columns.
         split = {spec.axis for spec in x.placement if isinstance(spec, Shard)}
-        whole = how.get("free", " ") in core and x.ndim - 2 not in split
+        whole = free and free in core and x.ndim - 2 not in split
         if whole or are_in_reach(x, len(core)):
             continue
         if may_gather():
@@ -159,7 +162,7 @@ def _stacked(
             "arrays"
         )
     work = _with_options(function, args, options)
-    return on_stacks(work, operands, cores, name=name, **how)
+    return on_stacks(work, operands, cores, free=free, out=out)
 
 
 def _with_options(
@@ -486,7 +489,7 @@ def cross(
         axisa = axisb = axisc = axis
     x = moveaxis(x, normal_axis(axisa, x.ndim, "axisa"), -1)
     y = moveaxis(y, normal_axis(axisb, y.ndim, "axisb"), -1)
-    (found,) = on_stacks(np.cross, [x, y], ["u", "v"])
+    (found,) = on_stacks(np.cross, [x, y], ["u", "v"], refuses=False)
     if 3 not in (x.shape[-1], y.shape[-1]):
         return found
     return moveaxis(found, -1, normal_axis(axisc, found.ndim, "axisc"))
@@ -611,7 +614,9 @@ def lexsort(keys: Any, axis: int = -1) -> DTensor:
         )
     which = normal_axis(axis, rows[0].ndim)
     turned = [moveaxis(one, which, -1) for one in rows]
-    (found,) = on_stacks(lambda *blocks: np.lexsort(blocks, -1), turned, ["n"] * len(rows))
+    (found,) = on_stacks(
+        lambda *blocks: np.lexsort(blocks, -1), turned, ["n"] * len(rows), refuses=False
+    )
     return moveaxis(found, -1, which)
 
 
@@ -620,7 +625,9 @@ def _bits(function: Callable[..., Any]) -> None:
     def do(a: Any, /, axis: Any = None, **options: Any) -> DTensor:
         x, which = row_along(a, axis)
         turned = moveaxis(x, which, -1)
-        (found,) = on_stacks(lambda one: function(one, -1, **options), [turned], ["n"])
+        (found,) = on_stacks(
+            lambda one: function(one, -1, **options), [turned], ["n"], refuses=False
+        )
         return moveaxis(found, -1, which)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpimesh.arrays import DTypeLike
-from mpimesh.dtensor.consistency import raise_float_errors_together, raise_together
+from mpimesh.dtensor.consistency import raise_together, with_float_errors
 from mpimesh.errors import (
     DTypeError,
     IndexOutOfRangeError,
@@ -343,13 +343,13 @@ class Methods(NDArrayOperatorsMixin):
         ready = reduced(me)
         block = None
         if ready.is_member:
-            if self.dtype.kind not in "SU":
-                with raise_float_errors_together(ready.mesh):
-                    block = ready.local.astype(kind)
-            else:
-                block = ready.mesh.shared_empty(ready.local.shape, kind)
-                with raise_together(ready.mesh, "astype"):
-                    block[...] = ready.local.astype(kind)
+
+            def cast() -> Any:
+                # A text may be no number.
+                with raise_together(ready.mesh, "astype", needed=self.dtype.kind in "SU"):
+                    return ready.local.astype(kind)
+
+            block = with_float_errors(ready.mesh, "astype", cast)
         return self._call(type(me), ready.mesh, ready.layout, ready.shape, kind, block)
 
     def fill(self, value: Any) -> None:

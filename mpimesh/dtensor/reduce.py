@@ -14,7 +14,7 @@ import numpy as np
 
 from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor
-from mpimesh.dtensor.elementwise import call, plain
+from mpimesh.dtensor.elementwise import call, plain, refuses_values
 from mpimesh.dtensor.linear import linear_for
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.redistribute import identity_of
@@ -81,6 +81,7 @@ def reduce_blocks(
     linear: bool = False,
     lead: tuple[int, ...] = (),
     into: bool = False,
+    refuses: bool = True,
 ) -> DTensor:
     """Reduce the blocks of the first operand over `axes`.
 
@@ -94,6 +95,7 @@ def reduce_blocks(
         linear: Whether summands stay summands.
         lead: The lengths of axes that the result has before all others.
         into: Whether the function writes into ``Work.out``.
+        refuses: Whether it may raise for some numbers; see :func:`~mpimesh.dtensor.run.run`.
     """
     shape = shape_of(operands[0])
     others = [shape_of(one) for one in operands[1:]]
@@ -107,7 +109,8 @@ def reduce_blocks(
         # NumPy refuses some reductions of no elements, and on other ranks there are some.
         return function(here) if 0 not in here.shape else np.empty(here.shape, kind)
 
-    return run(function if op else whole, operands, pattern, result, [kind], into=into)[0]
+    work = function if op else whole
+    return run(work, operands, pattern, result, [kind], into=into, refuses=refuses)[0]
 
 
 def broadcast_to_first(shape: tuple[int, ...], others: Sequence[tuple[int, ...]]) -> None:
@@ -176,7 +179,15 @@ def reduce(
 
     linear = bool(op) and bool(linear_for(ufunc, [a], kind, method="reduce"))
     made = reduce_blocks(
-        work, [a, *masks], axes, op, kind, keepdims=keepdims, linear=linear, into=True
+        work,
+        [a, *masks],
+        axes,
+        op,
+        kind,
+        keepdims=keepdims,
+        linear=linear,
+        into=True,
+        refuses=refuses_values(ufunc, [a, a], [kind]),
     )
     if later:
         made = call(ufunc, (made, np.asarray(initial).astype(kind)[()]), dtype=kind)
@@ -214,7 +225,9 @@ def count_nonzero(a: DTensor, axis: Any = None, *, keepdims: bool = False) -> DT
         block = here.blocks[0]
         here.out[0][...] = np.count_nonzero(block, axis=axes, keepdims=keepdims)
 
-    return reduce_blocks(work, [a], axes, "sum", np.intp, keepdims=keepdims, into=True)
+    return reduce_blocks(
+        work, [a], axes, "sum", np.intp, keepdims=keepdims, into=True, refuses=False
+    )
 
 
 def count(a: DTensor, axes: tuple[int, ...], keepdims: bool, where: Any) -> Any:
@@ -226,8 +239,9 @@ def count(a: DTensor, axes: tuple[int, ...], keepdims: bool, where: Any) -> Any:
         mask = np.broadcast_to(here.blocks[1], here.blocks[0].shape)
         np.add.reduce(mask, axis=axes, keepdims=keepdims, out=here.out[0])
 
+    operands = [a, plain(where)]
     return reduce_blocks(
-        work, [a, plain(where)], axes, "sum", np.intp, keepdims=keepdims, into=True
+        work, operands, axes, "sum", np.intp, keepdims=keepdims, into=True, refuses=False
     )
 
 
@@ -272,7 +286,7 @@ def _argument(function: Callable[..., Any], op: str) -> None:
             return np.asarray(function(here.blocks[0], axis=axis, keepdims=keepdims))
 
         # No value is worse than all of these, so the axes are brought whole.
-        return reduce_blocks(work, [x], axes, "", np.intp, keepdims=keepdims)
+        return reduce_blocks(work, [x], axes, "", np.intp, keepdims=keepdims, refuses=False)
 
 
 def _first_of_best(
@@ -298,7 +312,7 @@ def _first_of_best(
         found.append(spot)
         return _shaped(value, x, axes, block)
 
-    values = reduce_blocks(best, [x], axes, op, x.dtype, keepdims=True)
+    values = reduce_blocks(best, [x], axes, op, x.dtype, keepdims=True, refuses=False)
     everywhere = reduced(values)
 
     # The layout of the blocks is fixed: a second search for a layout might find another one.

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_masked, refuse_objects
-from mpimesh.dtensor.consistency import raise_float_errors_together, raise_together
+from mpimesh.dtensor.consistency import raise_together
 from mpimesh.dtensor.dispatch import implements, name_of
-from mpimesh.dtensor.dtensor import DTensor, are_whole, common_mesh
+from mpimesh.dtensor.dtensor import DTensor, common_mesh
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.redistribute import identity_of, moves_between_ranks
 from mpimesh.errors import (
@@ -236,6 +236,7 @@ def run(
     *,
     outs: Sequence[DTensor | None] = (),
     into: bool = False,
+    refuses: bool = True,
 ) -> tuple[DTensor, ...]:
     """Do an operation on split arrays. Collective, if anything has to be moved.
 
@@ -248,6 +249,12 @@ def run(
         outs: Where results are to go. Their memory is used if the result has their layout; else
             :func:`store` has to bring it there.
         into: Whether the function writes its results into ``Work.out``.
+        refuses: Whether the function may raise for some numbers, which one rank may have alone.
+            Then all ranks raise what one does, at the cost of an all-reduce of 40 bytes. With
+            elements that are no numbers they always do, for those may fail to be cast.
+
+    Raises:
+        Exception: On every rank of the mesh, if the function raises it on one.
     """
     everything = [*operands, *outs]
     mesh = common_mesh(everything)
@@ -264,7 +271,8 @@ def run(
     itemsize = max(kind.itemsize for kind in kinds)
     goal = next((one.placement for one in outs if one is not None), None)
     placed = _placed_rule(place, known, pattern, shape, itemsize, goal, mesh.rank)
-    return _run_placed(function, operands, mesh, placed, shape, kinds, outs, into=into)
+    together = not placed.alike and (refuses or not _are_numbers([*everything, *kinds]))
+    return _run_placed(function, operands, mesh, placed, shape, kinds, outs, into, together)
 
 
 def apply_rule(
@@ -277,7 +285,7 @@ def apply_rule(
     """Call `function` on the blocks of all operands. Collective, if any has to be moved.
 
     Args:
-        function: Takes the operands' blocks and returns the result's.
+        function: Takes the operands' blocks and returns the result's, whatever numbers they have.
         operands: The arrays, on one mesh.
         rule: The layouts of the operands, and of the result.
         shape: The result's global shape.
@@ -285,22 +293,33 @@ def apply_rule(
     """
     mesh, shape = common_mesh(operands), tuple(shape)
     placed = _placed(operands[0].layout.mesh, operands, rule, shape, mesh.rank)
-    (result,) = _run_placed(
-        lambda here: function(*here.blocks), operands, mesh, placed, shape, [np.dtype(dtype)]
-    )
+    kind = np.dtype(dtype)
+    together = not placed.alike and not _are_numbers([*operands, kind])
+
+    def work(here: Work) -> Any:
+        return function(*here.blocks)
+
+    (result,) = _run_placed(work, operands, mesh, placed, shape, [kind], (), False, together)
     return result
+
+
+def _are_numbers(row: Iterable[Any]) -> bool:
+    """Tell whether arrays have numbers as elements, and dtypes are of numbers."""
+    return all(getattr(getattr(one, "dtype", one), "kind", "f") in "biufc" for one in row)
 
 
 class _Placed(NamedTuple):
     """The layouts of the operands and of the result of a rule, and what one rank has of them.
 
-    It has no boxes, and `local` is None, on a rank that the mesh leaves out.
+    It has no boxes, and `local` is None, on a rank that the mesh leaves out. `alike` says that all
+    ranks have the same.
     """
 
     inputs: tuple[Layout, ...]
     boxes: tuple[Box, ...]
     layout: Layout
     local: tuple[int, ...] | None
+    alike: bool
 
 
 def _placed(
@@ -313,9 +332,10 @@ def _placed(
     inputs = tuple(Layout(place, to) for to in rule.inputs)
     layout = Layout(place, rule.output)
     if not place.contains_rank(rank):
-        return _Placed(inputs, (), layout, None)
+        return _Placed(inputs, (), layout, None, True)
     boxes = tuple(to.box(one.shape, rank) for one, to in zip(operands, inputs, strict=True))
-    return _Placed(inputs, boxes, layout, layout.local_shape(shape, rank))
+    alike = all(to.is_replicated for to in (*inputs, layout))
+    return _Placed(inputs, boxes, layout, layout.local_shape(shape, rank), alike)
 
 
 @lru_cache(maxsize=4096)
@@ -340,12 +360,12 @@ def _run_placed(
     placed: _Placed,
     shape: tuple[int, ...],
     kinds: Sequence[DType],
-    outs: Sequence[DTensor | None] = (),
-    *,
-    into: bool = False,
+    outs: Sequence[DTensor | None],
+    into: bool,
+    together: bool,
 ) -> tuple[DTensor, ...]:
     """Bring operands to the layouts of a rule and work on their blocks; see :func:`run`."""
-    inputs, boxes, layout, local = placed
+    inputs, boxes, layout, local, _ = placed
     if local is None:
         return tuple(DTensor(mesh, layout, shape, kind, None) for kind in kinds)
     blocks = _brought(operands, inputs, mesh.rank)
@@ -357,8 +377,9 @@ def _run_placed(
             else one.local
             for kind, one in zip(kinds, outs or [None] * len(kinds), strict=True)
         )
-    with raise_float_errors_together(mesh):
-        made = function(Work(blocks, boxes, local, out))
+    if together:
+        function = raise_together(mesh, "work on blocks")(function)
+    made = function(Work(blocks, boxes, local, out))
     if out:
         return tuple(
             DTensor._of_block(mesh, layout, shape, kind, block)
@@ -521,7 +542,7 @@ def on_stacks(
     *,
     free: str = "",
     out: str = "",
-    name: str = "",
+    refuses: bool = True,
 ) -> list[DTensor]:
     """Do a function of the last axes, which are brought whole; the axes before them broadcast.
 
@@ -535,8 +556,7 @@ def on_stacks(
         cores: For each operand the letters of its last axes.
         free: Letters that may be split: the function does the same for each index of them.
         out: The letters of the last axes of the result, if some of `free` are among them.
-        name: What is called, if `function` may refuse values with a `ValueError`. Then all ranks
-            of the mesh do.
+        refuses: Whether `function` may raise for some numbers; see :func:`run`.
 
     Returns:
         The results; all are split as the stack is.
@@ -561,15 +581,13 @@ def on_stacks(
     last = last or [KEEP] * (known[0].ndim - 1)
     pattern = Pattern(inputs, (*range(len(stack)), *last))
     mesh, made = common_mesh(operands), []
-    may_differ = bool(name) and not are_whole(tuple(operands))
 
     def work(here: Work) -> Any:
-        with raise_together(mesh, name, needed=may_differ):
-            made.extend(_row(function(*here.blocks)))
+        made.extend(_row(function(*here.blocks)))
         return made[0]
 
     shape = (*stack, *known[0].shape[1:])
-    (first,) = run(work, operands, pattern, shape, [known[0].dtype])
+    (first,) = run(work, operands, pattern, shape, [known[0].dtype], refuses=refuses)
     rest = made[1:] or [None] * (len(known) - 1)
     return [first] + [
         DTensor(mesh, first.layout, (*stack, *one.shape[1:]), one.dtype, block)

@@ -15,10 +15,10 @@ from typing import Any, cast
 import numpy as np
 
 from mpimesh.arrays import HostArray
-from mpimesh.dtensor.consistency import raise_float_errors_together, raise_together
+from mpimesh.dtensor.consistency import raise_together
 from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor
-from mpimesh.dtensor.elementwise import tried
+from mpimesh.dtensor.elementwise import refuses_values, tried
 from mpimesh.dtensor.joining import concatenate
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.picking import pick, pick_along, place_in, true_anywhere
@@ -66,8 +66,7 @@ def _scan(ufunc: np.ufunc, a: DTensor, axis: Any, dtype: Any, first: Any = None)
     values = x.local if first is None else first(x.local)
     block = x.mesh.shared_empty(values.shape, kind)
     if not layout.sharding_dims(which):
-        with raise_float_errors_together(x.mesh):
-            ufunc.accumulate(values, which, dtype=kind.type, out=block)
+        ufunc.accumulate(values, which, dtype=kind.type, out=block)
     elif not _scan_at_once(ufunc, x, which, values, block):
         _scan_in_turn(ufunc, x, which, values, block)
     return DTensor(x.mesh, layout, x.shape, kind, block)
@@ -131,7 +130,7 @@ def _scan_in_turn(
     lengths = np.diff(x.layout.tiling(x.shape).bounds[axis])
     team = team[lengths > 0].tolist()
     name = f"np.{ufunc.__name__}.accumulate"
-    needed = "raise" in np.geterr().values() or (ufunc is np.power and block.dtype.kind == "i")
+    needed = refuses_values(ufunc, [x, x], [block.dtype])
     with raise_together(mesh, name, needed=needed):
         if me not in team:
             return
@@ -344,14 +343,13 @@ def _gradient(f: DTensor, step: Any, axis: int, edge_order: Any, kind: Any) -> D
         return DTensor(x.mesh, x.layout, x.shape, kind, None)
     start, stop = x.layout.box(x.shape, x.mesh.rank)[axis]
     block = np.zeros(x.local.shape, kind)
-    first = max(0, start - 2) if wide is not x else start
-    here, values = step, cast(Any, wide.local)
-    if np.ndim(step):
-        here = np.asarray(step)[first : first + wide.local.shape[axis]]
-    with raise_float_errors_together(x.mesh):
-        if stop > start:
-            found = np.gradient(values, here, axis=axis, edge_order=edge_order)
-            block[...] = found[(*(slice(None),) * axis, slice(start - first, stop - first))]
+    if stop > start:
+        first = max(0, start - 2) if wide is not x else start
+        here, values = step, cast(Any, wide.local)
+        if np.ndim(step):
+            here = np.asarray(step)[first : first + wide.local.shape[axis]]
+        found = np.gradient(values, here, axis=axis, edge_order=edge_order)
+        block[...] = found[(*(slice(None),) * axis, slice(start - first, stop - first))]
     return DTensor(x.mesh, x.layout, x.shape, kind, block)
 
 
@@ -458,5 +456,5 @@ def unwrap(p: Any, discont: Any = None, axis: int = -1, *, period: Any = 2 * np.
         found: HostArray = np.unwrap(block, discont, period=period)
         return found
 
-    (found,) = on_stacks(lines, [moveaxis(p, which, -1)], ["n"])
+    (found,) = on_stacks(lines, [moveaxis(p, which, -1)], ["n"], refuses=False)
     return moveaxis(found, -1, which)

@@ -372,7 +372,7 @@ def isin(
     def found(block: Any) -> Any:
         return np.isin(block, others, invert=invert, kind=kind)
 
-    return blockwise(found, [reduced(x)])
+    return blockwise(found, [reduced(x)], refuses=False)
 
 
 if hasattr(np, "in1d"):  # NumPy before 2.4

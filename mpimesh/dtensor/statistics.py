@@ -69,7 +69,9 @@ def var(
         np.add.reduce(apart, axis=axes, dtype=acc, keepdims=keepdims, where=mask, out=here.out[0])
 
     operands = [x, middle, *masks]
-    total = reduce_blocks(work, operands, axes, "sum", kind, keepdims=keepdims, into=True)
+    total = reduce_blocks(
+        work, operands, axes, "sum", kind, keepdims=keepdims, into=True, refuses=False
+    )
     rest = ddof if correction is None else correction
     many = count(x, axes, keepdims, where)
     many = max(many - rest, 0) if isinstance(many, int) else np.maximum(many - rest, 0)

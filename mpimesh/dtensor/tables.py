@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import HostArray
-from mpimesh.dtensor.consistency import raise_together
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
-from mpimesh.dtensor.dtensor import DTensor, are_whole, common_mesh
+from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.elementwise import blockwise, call, plain, tried
 from mpimesh.dtensor.linear import linear_for
 from mpimesh.dtensor.reduce import reduce
@@ -82,7 +81,7 @@ def histogram(
         one = {"weights": here.blocks[1]} if others else {}
         return np.histogram(here.blocks[0], edges if np.ndim(bins) else bins, range, **one)[0]
 
-    (made,) = run(work, [a, *others], pattern, counts.shape, [counts.dtype])
+    (made,) = run(work, [a, *others], pattern, counts.shape, [counts.dtype], refuses=False)
     if density:
         total = call(np.multiply, (reduce(np.add, made), np.diff(edges)))
         made = call(np.divide, (made, total))
@@ -144,7 +143,9 @@ def histogramdd(
     def work(here: Work) -> Any:
         return np.histogramdd(here.blocks[0], edges, None, None, *here.blocks[1:])[0]
 
-    (made,) = run(work, [points, *others], pattern, [len(e) - 1 for e in edges], [float])
+    (made,) = run(
+        work, [points, *others], pattern, [len(e) - 1 for e in edges], [float], refuses=False
+    )
     if density:
         total = reduce(np.add, made, None)
         for axis, one in enumerate(edges):
@@ -227,27 +228,21 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> DTensor:
         weight = weighed[0] if weighed else None
         return np.bincount(counted, weight, length)
 
-    return run(work, [x, *others], pattern, (length,), [kind])[0]
+    return run(work, [x, *others], pattern, (length,), [kind], refuses=False)[0]
 
 
-def _checked(
-    name: str, function: Callable[..., Any], operands: Sequence[Any], *, may_fail: bool = True
-) -> list[DTensor]:
-    """Do a function element by element that may refuse values: then all ranks do. Collective."""
+def _each(function: Callable[..., Any], operands: Sequence[Any], *, refuses: bool) -> list[DTensor]:
+    """Do a function element by element that may have several results."""
     operands = [plain(one) for one in operands]
     shapes = [shape_of(one) for one in operands]
     shape = broadcast_shape(shapes)
     kinds = tried(function, operands)
-    mesh = common_mesh(operands)
-    may_differ = may_fail and not are_whole(operands)
 
     def work(here: Work) -> Any:
-        with raise_together(mesh, name, needed=may_differ):
-            made = function(*here.blocks)
-        return made
+        return function(*here.blocks)
 
     pattern = elementwise_pattern(shapes, shape)
-    return list(run(work, operands, pattern, shape, kinds))
+    return list(run(work, operands, pattern, shape, kinds, refuses=refuses))
 
 
 # -- in tables -------------------------------------------------------------------------------
@@ -257,7 +252,9 @@ def _checked(
 def digitize(x: Any, bins: Any, right: bool = False) -> Any:
     """Return in which bin each element is, laid out as `x`. Split bins are gathered."""
     edges = whole_key(bins)
-    return blockwise(lambda block: np.digitize(block, edges, right), as_tensors([x, bins])[:1])
+    return blockwise(
+        lambda block: np.digitize(block, edges, right), as_tensors([x, bins])[:1], refuses=False
+    )
 
 
 @implements(np.interp)
@@ -269,6 +266,7 @@ def interp(
     return blockwise(
         lambda block: np.interp(block, known, values, left, right, period),
         as_tensors([x, xp, fp])[:1],
+        refuses=False,
     )
 
 
@@ -276,7 +274,9 @@ def interp(
 def polyval(p: Any, x: Any) -> Any:
     """Return the values of a polynomial, laid out as `x`. Split coefficients are gathered."""
     coefficients = whole_key(p)
-    return blockwise(lambda block: np.polyval(coefficients, block), as_tensors([x, p])[:1])
+    return blockwise(
+        lambda block: np.polyval(coefficients, block), as_tensors([x, p])[:1], refuses=False
+    )
 
 
 @implements(np.unravel_index)
@@ -286,9 +286,11 @@ def unravel_index(indices: Any, shape: Any, order: Any = "C") -> tuple[DTensor, 
     Raises:
         ValueError: On every rank, if one is out of bounds.
     """
-    return tuple(
-        _checked("unravel_index", lambda one: np.unravel_index(one, shape, order), [indices])
-    )
+
+    def work(row: Any) -> Any:
+        return np.unravel_index(row, shape, order)
+
+    return tuple(_each(work, [indices], refuses=True))
 
 
 @implements(np.ravel_multi_index)
@@ -304,7 +306,7 @@ def ravel_multi_index(
     def work(*rows: Any) -> Any:
         return np.ravel_multi_index(rows, dims, mode, order)
 
-    return _checked("ravel_multi_index", work, multi_index)[0]
+    return _each(work, multi_index, refuses=mode == "raise")[0]
 
 
 # -- among several arrays ----------------------------------------------------------------------
@@ -325,7 +327,7 @@ def select(condlist: Any, choicelist: Any, default: Any = 0) -> Any:
         rows = [np.asarray(one) for one in blocks[:half]]
         return np.select(rows, list(blocks[half:-1]), blocks[-1])
 
-    return blockwise(work, [*conditions, *choices, default])
+    return blockwise(work, [*conditions, *choices, default], refuses=False)
 
 
 @implements_by_name(np.choose)
@@ -339,7 +341,7 @@ def choose(a: Any, choices: Any, mode: Any = "raise") -> DTensor:
     def work(number: Any, *blocks: Any) -> Any:
         return np.choose(number, list(blocks), mode=mode)
 
-    return _checked("choose", work, [a, *choices], may_fail=mode == "raise")[0]
+    return _each(work, [a, *choices], refuses=mode == "raise")[0]
 
 
 @implements(np.piecewise)
@@ -355,7 +357,7 @@ def piecewise(x: Any, condlist: Any, funclist: Any, *args: Any, **kw: Any) -> An
     def work(block: Any, *conditions: Any) -> Any:
         return np.piecewise(block, [np.asarray(one) for one in conditions], funclist, *args, **kw)
 
-    return blockwise(work, [x, *rows])
+    return blockwise(work, [x, *rows], refuses=any(map(callable, funclist)))
 
 
 @implements_anew(np.real_if_close)
@@ -385,7 +387,7 @@ def vander(x: DTensor, N: Any = None, increasing: bool = False) -> DTensor:
         return np.vander(here.blocks[0], count, increasing)
 
     pattern = Pattern(((0,),), (0, KEEP))
-    return run(work, [reduced_anywhere(x)], pattern, (x.shape[0], count), [kind])[0]
+    return run(work, [reduced_anywhere(x)], pattern, (x.shape[0], count), [kind], refuses=False)[0]
 
 
 def _spread(function: Callable[..., Any]) -> None:
@@ -402,15 +404,12 @@ def _spread(function: Callable[..., Any]) -> None:
         kind = function(*probe, 1, *args, **options).dtype
         pattern = elementwise_pattern(shapes, stack)
 
-        mesh = common_mesh([first, last])
-
         def work(here: Work) -> Any:
-            # np.geomspace refuses zeros.
-            with raise_together(mesh, "geomspace", needed=function is np.geomspace):
-                return function(*here.blocks, num, *args, **options)
+            return function(*here.blocks, num, *args, **options)
 
         wanted = Pattern(pattern.inputs, (KEEP, *pattern.output))
-        (made,) = run(work, [first, last], wanted, (num, *stack), [kind])
+        refuses = function is np.geomspace  # of zeros
+        (made,) = run(work, [first, last], wanted, (num, *stack), [kind], refuses=refuses)
         return sure_rule_of(np.moveaxis)(made, 0, axis)
 
 

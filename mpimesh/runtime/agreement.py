@@ -72,7 +72,7 @@ def agree(
     """
     communicator = ranks.communicator
     progress = _progress_of(ranks)
-    note = None if problem is None else [type(problem).__name__, str(problem)]
+    note = None if problem is None else [_known_kind(problem), str(problem)]
     mine = json.dumps([value, note]).encode()
     call = what if isinstance(what, Call) else Call(what, communicator.name.rpartition("/")[2])
     steps = compare(communicator, call, call.shape, mine=mine, stack=stack)
@@ -133,11 +133,20 @@ def _progress_of(ranks: AgreeingRanks) -> Progress:
     return engine if isinstance(engine, Progress) else Progress()
 
 
+_KINDS = (errors, builtins, np.linalg)
+"""Where the classes of errors are that all ranks have."""
+
+
+def _known_kind(problem: Exception) -> str:
+    """Return the name of a problem's class, or of the nearest one above it that all ranks have."""
+    names = (kind.__name__ for kind in type(problem).__mro__)
+    return next(name for name in names if any(name in vars(each) for each in _KINDS))
+
+
 def _joint_error(notes: Mapping[int, Sequence[str]], what: object) -> Exception:
     """Return the error of all ranks, by the class and the text of each that has one."""
     name, text = next(iter(notes.values()))
-    kinds = (getattr(module, name, None) for module in (errors, builtins, np.linalg))
-    kind: type[Exception] = next((kind for kind in kinds if isinstance(kind, type)), ValueError)
+    kind: type[Exception] = next(vars(each)[name] for each in _KINDS if name in vars(each))
     if not issubclass(kind, MpimeshError):
         return kind(text)
     by_text = ranks_by_value((rank, each) for rank, (_, each) in notes.items())

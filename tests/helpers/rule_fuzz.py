@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ __all__ = [
     "problem_on",
     "problems",
     "values",
+    "with_rare_values",
 ]
 
 
@@ -47,17 +48,39 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An expression with x0, x1, ... on a mesh; `exact` if results are equal to the bit."""
+    """An expression with x0, x1, ... on a mesh; `exact` if results are equal to the bit.
+
+    With `strict`, NumPy is to raise its errors of floats, which may leave results half written.
+    """
 
     dims: str
     text: str
     operands: tuple[Operand, ...]
     exact: bool = True
     rule: str = ""
+    strict: bool = False
 
     def __str__(self) -> str:
-        exact = "" if self.exact else ", exact=False"
-        return f"check({self.dims!r}, {self.text!r}, {[*self.operands]!r}{exact})"
+        more = ("" if self.exact else ", exact=False") + (", strict=True" if self.strict else "")
+        return f"check({self.dims!r}, {self.text!r}, {[*self.operands]!r}{more})"
+
+
+RARE = {
+    "i": (-1, -128, 127, 0),
+    "u": (0, 255),
+    "f": (0.0, -1.0, np.nan, np.inf, 6e4, 1e-7),
+    "c": (0.0, np.nan, 6e4),
+}
+"""Values that some functions refuse or cannot work with, by the kind of the dtype."""
+
+
+def with_rare_values(case: Case) -> Case:
+    """Return the case with one such value in each operand, and so on one rank, if it is split."""
+    rows = [
+        replace(one, flavour="rare") if np.dtype(one.dtype).kind in RARE else one
+        for one in case.operands
+    ]
+    return replace(case, operands=tuple(rows), strict=True)
 
 
 # -- elements --------------------------------------------------------------------------------
@@ -68,6 +91,13 @@ def values(one: Operand) -> Any:
     rng = np.random.default_rng(one.seed)
     kind = np.dtype(one.dtype)
     flavour, _, limit = one.flavour.partition(":")
+    if flavour == "rare":
+        made = rng.integers(1, 3, one.shape).astype(kind)
+        if made.size:
+            large = [np.finfo(kind).max] if kind.kind in "fc" else []
+            rare = [*RARE[kind.kind], *large]
+            made.flat[rng.integers(made.size)] = kind.type(rare[rng.integers(len(rare))])
+        return made
     if flavour == "index":
         return rng.integers(0, max(1, int(limit)), one.shape).astype(kind)
     if flavour == "unit":
@@ -111,7 +141,8 @@ _NAMES: dict[str, Any] = {"np": np, "then": _then, "set": _set, "nan": np.nan, "
 def evaluated(case: Case, arrays: Sequence[Any]) -> Any:
     """Evaluate the expression; the case is its file name, and so stands in every traceback."""
     names = {f"x{number}": array for number, array in enumerate(arrays)}
-    return eval(compile(case.text, f"<{case}>", "eval"), _NAMES | names)
+    with np.errstate(all="raise" if case.strict else "ignore"):
+        return eval(compile(case.text, f"<{case}>", "eval"), _NAMES | names)
 
 
 # -- what NumPy says -------------------------------------------------------------------------
@@ -234,6 +265,13 @@ def problem_on(mesh: mm.DeviceMesh, case: Case, expected: Expected) -> str:
     outcomes = gather_facts(mesh, "fuzz", outcome)
     if len(set(outcomes)) > 1:
         raise _Torn(f"ranks differ: {outcomes}")
+    if case.strict:
+        errors = (error, expected.error)
+        if any(isinstance(one, FloatingPointError) for one in errors):
+            return ""  # which errors of floats there are, depends on the order of sums
+        if error is None:
+            return "" if expected.error is None else f"no {expected.error!r}"
+        return _error_differs(error, expected.error)
     if error is None:
         found = _tree(found)  # collective, so also where NumPy raises
         if expected.error is not None:
@@ -294,13 +332,15 @@ def _run(dims: str, cases: list[Case]) -> list[tuple[Case, str]]:
     return list(zip(cases, texts, strict=True))
 
 
-def check(dims: str, text: str, operands: Sequence[Any], *, exact: bool = True) -> None:
+def check(
+    dims: str, text: str, operands: Sequence[Any], *, exact: bool = True, strict: bool = False
+) -> None:
     """Run one case on virtual ranks.
 
     Raises:
         AssertionError: If it is not as NumPy has it, on all ranks.
     """
     rows = tuple(Operand(*one) for one in operands)
-    case = Case(dims, text, rows, exact)
+    case = Case(dims, text, rows, exact, strict=strict)
     found = problems([case])
     assert not found, found[0]

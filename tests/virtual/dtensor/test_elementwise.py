@@ -402,38 +402,3 @@ def test_nothing_is_none():
         assert (x != None).full().tolist() == [True] * 6  # noqa: E711
 
     on("a=2", main)
-
-
-LARGE_AT_THE_END = [1.0, 1.0, 1.0, 1e308, 1e308, 1e308]
-
-
-@pytest.mark.parametrize(
-    ("op", "row"),
-    [
-        ("divide", [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]),
-        ("sum", LARGE_AT_THE_END),
-        ("prod", LARGE_AT_THE_END),
-        ("cumsum", LARGE_AT_THE_END),
-        ("cumprod", LARGE_AT_THE_END),
-        ("cumsum", [1e308, 1.0, 1.0, 1.0, 1.0, 1e308]),
-        ("gradient", [1.0, 1.0, 1.0, 1.0, 1e308, -1e308]),
-        ("astype", LARGE_AT_THE_END),
-    ],
-)
-def test_what_errstate_raises_on_one_rank_is_raised_on_all(op, row):
-    """Else that rank would go on alone, and its next collective meet another of the others."""
-
-    def main(mesh):
-        x: Any = mm.distribute(np.array(row), mesh, "S0")
-        calls = {
-            "divide": lambda: 1.0 / x,
-            "gradient": lambda: np.gradient(x),
-            "astype": lambda: x.astype(int),
-        }
-        with np.errstate(all="raise"):
-            assert (x + 1.0).shape == (6,)
-            with pytest.raises(FloatingPointError):
-                calls.get(op, lambda: getattr(x, op)())()
-        assert x.full().tolist() == row
-
-    on("a=2", main)
