@@ -319,7 +319,7 @@ class LiveGroups:
                 if one is not group and one.rank is not None and one.communicator is communicator
             ]
             last = family.owned and not others
-            calls = [str(one._call) for one in context.open_work.all() if one._group is group._core]
+            calls = context.open_work.unresolved(group._core)
             mail = communicator.mail if last else None
             unended = refuse_unfinished(
                 group,

@@ -310,7 +310,7 @@ class MeshCore:
             call,
             f"the mesh cannot be {done}",
             everyone,
-            [str(work._call) for work in context.open_work.all()],
+            context.open_work.unresolved(),
             unended=context.unended,
             unread=context.unread,
             mails=[] if leaving else mails,

@@ -134,6 +134,8 @@ class PersistentCollective(Persistent[T_co]):
         """Return the operation of the next start."""
         prepared, out = self._prepared, self._out
         if not self._call.ended:
+            self._group.open_work.complete(self._call)
+        if not self._call.ended:
             raise self._under_way()
         if prepared is None:
             return self._bind()
@@ -211,6 +213,8 @@ class PersistentMessage(Persistent):
             UnresolvedError: If the last start is not resolved: its array is in use.
             ClosedError: If the mesh is closed.
         """
+        if not self.is_ready:
+            self._group.open_work.complete(self._call)
         if not self.is_ready:
             raise self._under_way()
         handle = self._begin()

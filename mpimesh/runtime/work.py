@@ -17,6 +17,7 @@ from mpimesh.comm import Moved, Request, StagedRequest
 from mpimesh.comm.engine import test_often
 from mpimesh.comm.signatures import LAST_SLOT
 from mpimesh.errors import (
+    ClosedError,
     CollectiveTimeoutError,
     GroupError,
     MismatchError,
@@ -51,6 +52,23 @@ class OpenWork(dict[int, Callable[[], "CollectiveTensor | None"]]):
     def all(self) -> list[CollectiveTensor]:
         """Return it in the order of its start."""
         return [work for entry in list(self.values()) if (work := entry()) is not None]
+
+    def complete(self, call: Call | None) -> None:
+        """Wait for what `call` started, if an exception from elsewhere has ended that wait."""
+        for work in self.all():
+            if work._call is call and work._interrupted:
+                work._complete()
+
+    def unresolved(self, group: Owner | None = None) -> list[str]:
+        """Return the calls, of `group` alone if given, that the program has not resolved.
+
+        One whose wait an exception from elsewhere has ended is given up: who it was raised to has
+        no handle of what mpimesh itself waited for.
+        """
+        works = [work for work in self.all() if group is None or work._group is group]
+        for work in works:
+            work._let_go()
+        return [str(work._call) for work in works if not work._resolved]
 
 
 class Reusable(Protocol):
@@ -129,6 +147,7 @@ class CollectiveTensor(Generic[T_co]):
         "_event",
         "_finish",
         "_group",
+        "_interrupted",
         "_operand",
         "_prepared",
         "_request",
@@ -177,6 +196,7 @@ class CollectiveTensor(Generic[T_co]):
         self._event: Any = None
         self._error: BaseException | None = None
         self._resolved = False
+        self._interrupted = False
         group.open_work[id(self)] = ref(self)
         progress = group.progress
         progress.calls.append(call)
@@ -202,10 +222,11 @@ class CollectiveTensor(Generic[T_co]):
             TransportError: If the transport failed.
 
         An exception from elsewhere, such as Ctrl-C or one of a signal handler, ends the wait and
-        not the operation: `resolve` may be called again. But what goes in several steps, as large
-        ordinary arrays through shared memory and all that takes two levels over nodes, may end
-        with it on this rank; then so must the program. And one that comes while the result is made
-        of what has come, a mean divided or a block unpacked, costs that result: later calls raise.
+        not the operation: `resolve` may be called again, but need not be. What goes in several
+        steps, as large ordinary arrays through shared memory and all that takes two levels over
+        nodes, may end with it on this rank; then so must the program. And one that comes while the
+        result is made of what has come, a mean divided or a block unpacked, costs that result:
+        later calls raise.
         """
         if timeout_s is not None:
             timeout_s = as_time(timeout_s, "timeout_s", GroupError)
@@ -218,15 +239,17 @@ class CollectiveTensor(Generic[T_co]):
             # Most small operations are over within a few tests: no wait need be set up.
             group = self._group
             done = test() or test_often(test, group.progress) or group.wait(self, timeout_s)
-        except Exception as error:
+        except BaseException as error:
             # Any other error is of the wait, such as one raised by a signal handler: even if the
             # operation is over meanwhile, its result can still be taken.
-            if isinstance(error, MpimeshError) or self._failed_with(error):
-                explained = self._explained(error)
-                self._fail(explained)
-                if explained is not error:
-                    # A mismatch says it all: what MPI made of it is no cause.
-                    raise explained from (None if isinstance(explained, MismatchError) else error)
+            if not isinstance(error, MpimeshError) and not self._failed_with(error):
+                self._interrupted = True
+                raise
+            explained = self._explained(error)
+            self._fail(explained)
+            if explained is not error:
+                # A mismatch says it all: what MPI made of it is no cause.
+                raise explained from (None if isinstance(explained, MismatchError) else error)
             raise
         if not done:
             raise CollectiveTimeoutError(
@@ -313,6 +336,8 @@ class CollectiveTensor(Generic[T_co]):
         except AttributeError:
             return  # its start has failed
         self._group.open_work[id(self)] = lambda: self
+        if self._interrupted:
+            return  # it was resolved, and the program has dealt with what ended the wait
         call = self._call
         filename, line = site_line(call.site)
         planned = ", planned at this line and started by its start()," if call.planned else ""
@@ -450,6 +475,11 @@ class CollectiveTensor(Generic[T_co]):
             # with the first that fails, while MPI may still write the others.
             self._group.abandon(*(held if hasattr(request, "settled") else ()))
         self._release()
+
+    def _let_go(self) -> None:
+        """Give up what was started if its wait was ended by an exception from elsewhere."""
+        if self._interrupted and not self._resolved:
+            self._fail(ClosedError(f"{self._call}: it was interrupted, and its group is closed"))
 
     def _release(self) -> None:
         """Drop everything but the result; the operation is over for this rank."""

@@ -37,7 +37,7 @@ from mpimesh.arrays import Array, DType, HostArray, namespace, to_numpy
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.comm import MAX_USER_TAG, Steps
 from mpimesh.comm.requests import Condition, Request, all_done
-from mpimesh.errors import MismatchError, StoreError, on_all_ranks
+from mpimesh.errors import MismatchError, StoreError, TransportError, on_all_ranks
 from mpimesh.layout.boxes import Box, extent, local_box, slices, uncovered, volume, whole
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.agreement import agree
@@ -166,7 +166,19 @@ def save(
         with agreeing(None, what, what):
             _save_alone(where, flatten(tree), size)
         return None
-    handle = _start(ranks.group()._core, where, tree, size, copy=not wait)
+    core = ranks.group()._core
+    try:
+        handle = _start(core, where, tree, size, copy=not wait)
+    except MismatchError as error:
+        everyone = ranks._core.everyone._core
+        if error.agreed or list(core.ranks) != list(everyone.ranks):
+            raise
+        # Ctrl-C may have come on some ranks in a collective that the others had not started, and
+        # the group starts nothing more. Who is not here to save has left by the same mismatch.
+        try:
+            handle = _start(everyone, where, tree, size, copy=not wait)
+        except TransportError:
+            raise error from None
     if wait:
         handle.resolve()
         return None
