@@ -40,8 +40,9 @@ differently. Another cut into microbatches draws others, unlike :class:`mpimesh.
 PyTorch's own generator is left as it was.
 
 **Buffers**, such as the means of BatchNorm, are each rank's own: they follow the rows that it saw,
-microbatch by microbatch, and are not summed over replicas. :func:`full_state_dict` takes those of
-the first replica.
+microbatch by microbatch, and are not summed over replicas. Checkpoints and states have those of
+the first replica, and all replicas load them. What is registered with ``persistent=False`` is in
+none, as in PyTorch; extra state (``get_extra_state``) is refused when a model is saved.
 
 **Threads.** Ranks of a node share its cores. PyTorch takes them all for each rank unless
 ``OMP_NUM_THREADS`` is set before it starts, or ``torch.set_num_threads`` says how many.
@@ -66,6 +67,8 @@ import numpy as np
 from mpimesh.arrays import Array, HostArray
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.interop.torch_tensors import (
+    EXTRA_STATE,
+    TorchBuffer,
     TorchParameter,
     as_array,
     as_tensor,
@@ -77,6 +80,7 @@ from mpimesh.interop.torch_tensors import (
 )
 from mpimesh.interop.wrapped import WrappedLoss, gradients_like
 from mpimesh.nn import Context, Module
+from mpimesh.nn.parameter import Buffer
 from mpimesh.nn.protocol import SupportsLayer
 from mpimesh.parallel.microbatch import Structure, Tree, flatten, tree_map
 from mpimesh.parallel.model import ParallelModel
@@ -141,6 +145,20 @@ class TorchLayer(Module):
     def named_parameters(self) -> list[tuple[str, TorchParameter]]:  # type: ignore[override]
         """Return the parameters under the module's own names, each once."""
         return list(self._named)
+
+    def named_buffers(self) -> list[tuple[str, Buffer]]:
+        """Return what the module's state has beside parameters, under the module's own names."""
+        found: list[tuple[str, Buffer]] = []
+        for prefix, owner in self.module.named_modules():
+            names = [
+                name
+                for name, tensor in owner._buffers.items()
+                if tensor is not None and name not in owner._non_persistent_buffers_set
+            ]
+            if type(owner).get_extra_state is not torch.nn.Module.get_extra_state:
+                names.append(EXTRA_STATE)
+            found += [(f"{prefix}.{at}" if prefix else at, TorchBuffer(owner, at)) for at in names]
+        return found
 
     def materialize(
         self, *, seed: int, dtype: Any = np.float32, xp: ModuleType = np, index: int = 0

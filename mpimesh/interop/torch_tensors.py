@@ -16,8 +16,11 @@ from mpimesh.arrays.random_bits import key_of
 from mpimesh.errors import DTypeError, MissingPackageError, ModuleError, ModuleStateError
 from mpimesh.interop.wrapped import host_array, plain_array
 from mpimesh.nn import Constant, Parameter
+from mpimesh.nn.parameter import Buffer
 
 __all__ = [
+    "EXTRA_STATE",
+    "TorchBuffer",
     "TorchParameter",
     "as_array",
     "as_tensor",
@@ -37,6 +40,9 @@ except ModuleNotFoundError as error:
         "mpimesh.interop.torch needs PyTorch, which is not installed: pip install torch ml_dtypes"
     ) from None
 
+
+EXTRA_STATE = "_extra_state"
+"""Name in a state of what a module's ``get_extra_state`` gives."""
 
 _BFLOAT16 = "bfloat16"  # NumPy has it from ml_dtypes, and PyTorch does not know that
 
@@ -293,6 +299,36 @@ class TorchParameter(Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchParameter:
         """Return the parameter of a copy of the tensor."""
         return parameter_of(self.name, copy.deepcopy(self.tensor, memo))
+
+
+class TorchBuffer(Buffer):
+    """A buffer of a module of PyTorch; its owner is the module that has it."""
+
+    __slots__ = ()
+
+    def value(self) -> Array:
+        """Return the tensor's memory.
+
+        Raises:
+            ModuleStateError: If it is on the "meta" device, without memory yet.
+            ModuleError: If it is extra state, not dense, or not in the host's memory.
+            DTypeError: If NumPy has no such dtype.
+        """
+        what = f"{self.name!r} of {type(self.owner).__name__}"
+        if self.name == EXTRA_STATE:
+            raise ModuleError(
+                f"{what}, what its get_extra_state() gives, has no place in the state of a model "
+                "over ranks, which is of arrays: keep it in buffers, register_buffer(name, tensor)"
+            )
+        tensor = self.owner._buffers[self.name]
+        if tensor.is_meta:
+            raise ModuleStateError(f"buffer {what} has no memory yet: it is on the meta device")
+        if tensor.is_conj() or tensor.is_neg():  # whose array would be a copy
+            tensor = self.owner._buffers[self.name] = tensor.resolve_conj().resolve_neg()
+        try:
+            return as_array(tensor)
+        except ModuleError as error:
+            raise ModuleError(f"buffer {what}: {error}") from None
 
 
 # By the id of the tensor. An entry goes with the parameter, which keeps the tensor alive.

@@ -16,7 +16,7 @@ from mpimesh.arrays.namespace import Array, DType, namespace
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn import protocol
 from mpimesh.nn.module import Module
-from mpimesh.nn.parameter import Parameter, is_float_dtype
+from mpimesh.nn.parameter import Buffer, Parameter, is_float_dtype
 from mpimesh.nn.protocol import (
     Context,
     FeaturePart,
@@ -280,6 +280,10 @@ class Checkpoint(Module):
     def named_parameters(self) -> list[tuple[str, Parameter]]:
         """Return the layer's parameters, under its names."""
         return protocol.named_parameters(self.layer)
+
+    def named_buffers(self) -> list[tuple[str, Buffer]]:
+        """Return the layer's buffers, under its names."""
+        return protocol.named_buffers(self.layer)
 
     def set_part(self, part: FeaturePart | None) -> FeaturePart | None:
         """Tell the layer which features it gets; see `Module.set_part`."""

@@ -36,11 +36,19 @@ from typing import Any, Self
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, shape_of, shown
-from mpimesh.arrays import DTypeLike
+from mpimesh.arrays import DTypeLike, moved
 from mpimesh.arrays.namespace import Array
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn import protocol
-from mpimesh.nn.parameter import Parameter, check_state, check_values, float_dtype
+from mpimesh.nn.parameter import (
+    Buffer,
+    Parameter,
+    check_buffers,
+    check_state,
+    check_values,
+    float_dtype,
+    refuse_names,
+)
 from mpimesh.nn.protocol import Context, FeaturePart, SupportsLayer, check_context, is_layer
 from mpimesh.nn.split import SequenceSplit
 
@@ -84,6 +92,7 @@ class Module(ABC):
     _training: bool = True
     sequence: SequenceSplit | None = None
     _part: FeaturePart | None = None
+    _buffers: tuple[str, ...] = ()  # names of attributes
     _place: tuple[int, int] | None = None  # the model's seed, and the layer's global index
 
     @abstractmethod
@@ -161,6 +170,44 @@ class Module(ABC):
                 found.setdefault(id(parameter), (f"{child_name}.{name}", parameter))
         return list(found.values())
 
+    def register_buffer(self, name: str, array: Array) -> None:
+        """Let attribute `name` be `array`, and belong to the layer's state, which is saved.
+
+        For what forward keeps up to date and no optimizer changes, such as a running mean or a
+        count. Write into the array, or put another one of its shape and dtype into the attribute.
+
+        Args:
+            name: The name of the attribute.
+            array: Its first value, of NumPy or CuPy.
+
+        Raises:
+            ModuleError: If `name` is no name, or taken, or `array` is no array of numbers.
+        """
+        if not isinstance(name, str) or not name.isidentifier() or hasattr(self, name):
+            raise ModuleError(f"a buffer needs the name of a new attribute, got {shown(name)}")
+        dtype = getattr(array, "dtype", None)
+        if not isinstance(dtype, np.dtype) or dtype.hasobject or not hasattr(array, "ndim"):
+            raise ModuleError(f"buffer {name!r} must be an array of numbers, got {shown(array)}")
+        setattr(self, name, array)
+        self._buffers = (*self._buffers, name)
+
+    def named_buffers(self) -> list[tuple[str, Buffer]]:
+        """Return all buffers as ("0.mean", buffer), each once, in a fixed order.
+
+        Raises:
+            ModuleError: If a parameter of the same layer has the name of one.
+        """
+        found: dict[tuple[int, str], tuple[str, Buffer]] = {}
+        for name in self._buffers:
+            buffer = Buffer(self, name)
+            found[buffer.key] = name, buffer
+        if found and not {one.name for one in self._own_parameters()}.isdisjoint(self._buffers):
+            raise ModuleError(f"{self!r} has a parameter and a buffer of one name")
+        for child_name, child in self.named_children():
+            for name, buffer in protocol.named_buffers(child):
+                found.setdefault(buffer.key, (f"{child_name}.{name}", buffer))
+        return list(found.values())
+
     def parameters(self) -> list[Parameter]:
         """Return all parameters in the order of `named_parameters`."""
         return [parameter for _, parameter in self.named_parameters()]
@@ -232,6 +279,8 @@ class Module(ABC):
         own = self._own_parameters()
         for parameter in own:
             parameter.materialize(seed=seed, dtype=dtype, xp=xp, index=index)
+        for name in self._buffers:
+            setattr(self, name, moved(Buffer(self, name).value(), xp))
         visited = protocol.Visited(own)
         for child, place in self._numbered_children(index):
             protocol.materialize(child, seed=seed, dtype=dtype, xp=xp, index=place, visited=visited)
@@ -298,35 +347,37 @@ class Module(ABC):
             parameter.zero_grad()
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the parameters' values by name: the live arrays, not copies.
+        """Return the values of parameters and buffers by name: the live arrays, not copies.
 
         Raises:
             ModuleStateError: If a parameter has no memory yet.
         """
-        return {name: parameter.value() for name, parameter in self.named_parameters()}
+        values = {name: parameter.value() for name, parameter in self.named_parameters()}
+        return values | {name: buffer.value() for name, buffer in self.named_buffers()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Copy values into the parameters' memory; all of them or, on an error, none.
+        """Copy values into the memory of parameters and buffers; all or, on an error, none.
 
         Shapes:
-            state[name]: that of the parameter; rounded to its dtype.
+            state[name]: that of the parameter or buffer; rounded to its dtype.
 
         Raises:
             ModuleError: If names are missing or unknown.
             ShapeError: If a shape differs.
-            DTypeError: If values are no numbers.
+            DTypeError: If values are no numbers, or of a buffer of another kind.
             ModuleStateError: If a parameter has no memory yet.
         """
         check_state(state)
-        named = dict(self.named_parameters())
-        missing = [name for name in named if name not in state]
-        unknown = [name for name in state if name not in named]
-        if missing or unknown:
-            raise ModuleError(
-                f"a state must name each parameter once; missing: {missing or 'none'}, "
-                f"unknown: {unknown or 'none'}"
-            )
-        for data, values in check_values(named, state):
+        named, buffers = dict(self.named_parameters()), dict(self.named_buffers())
+        known = {**named, **buffers}
+        refuse_names(
+            "a state must name each parameter and each buffer once",
+            known.keys() - state.keys(),
+            state.keys() - known.keys(),
+            buffers,
+            "",
+        )
+        for data, values in [*check_values(named, state), *check_buffers(buffers, state)]:
             data[...] = values
 
     # -- modes ------------------------------------------------------------------

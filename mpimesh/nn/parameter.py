@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar, cast
 
@@ -13,7 +14,14 @@ from mpimesh.arguments import as_flag, as_int, as_items, check_kind, shape_of, s
 from mpimesh.arrays import DTypeLike
 from mpimesh.arrays.dtypes import is_half
 from mpimesh.arrays.namespace import Array, DType, namespace, to_numpy
-from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, RankError, ShapeError
+from mpimesh.errors import (
+    DTypeError,
+    ModuleError,
+    ModuleStateError,
+    MpimeshError,
+    RankError,
+    ShapeError,
+)
 from mpimesh.layout import Box, BoxLayout, Layout
 from mpimesh.layout.boxes import extent, whole
 from mpimesh.nn.initializers import Initializer, first_values
@@ -22,13 +30,16 @@ __all__ = [
     "ELSEWHERE",
     "FLOAT_NAMES",
     "ZERO",
+    "Buffer",
     "Parameter",
     "as_parameters",
+    "check_buffers",
     "check_shape",
     "check_state",
     "check_values",
     "float_dtype",
     "is_float_dtype",
+    "refuse_names",
 ]
 
 ZERO, ELSEWHERE = 1, 2
@@ -429,6 +440,49 @@ class Parameter:
         return f"Parameter({self.name!r}, {self.shape}, {where}{frozen})"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """An array of a layer's state that no optimizer changes, such as a mean of what it has seen.
+
+    Attributes:
+        owner: The layer that has it.
+        name: The attribute that it is; forward may put another array there.
+    """
+
+    owner: Any
+    name: str
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """The same for one attribute of one layer, wherever that stands."""
+        return id(self.owner), self.name
+
+    def value(self) -> Array:
+        """Return the array that is there now: live memory.
+
+        Raises:
+            ModuleStateError: If something else is there.
+        """
+        value = getattr(self.owner, self.name)
+        if isinstance(value, int | float | np.generic):  # as sums of arrays of shape () are
+            value = np.array(value)
+            setattr(self.owner, self.name, value)
+        if not hasattr(value, "shape") or not isinstance(getattr(value, "dtype", None), np.dtype):
+            raise ModuleStateError(
+                f"buffer {self.name!r} of {self.owner!r} must stay an array, which is saved with "
+                f"the parameters; it is {shown(value)} now"
+            )
+        return value
+
+    def problem(self) -> str:
+        """Say why it cannot be saved; empty if it can."""
+        try:
+            self.value()
+        except MpimeshError as error:
+            return str(error)
+        return ""
+
+
 def as_parameters(given: object, name: str) -> tuple[Parameter, ...]:
     """Return parameters, which an argument called `name` gives.
 
@@ -533,3 +587,60 @@ def check_values(
             )
         ready.append((data, namespace(data).asarray(values.astype(data.dtype, copy=False))))
     return ready
+
+
+def check_buffers(
+    buffers: Mapping[str, Buffer], state: Mapping[str, Array]
+) -> list[tuple[Array, Array]]:
+    """Return the memory of each buffer and what is to be copied there.
+
+    Raises:
+        ShapeError: If a shape differs.
+        DTypeError: If values would change by more than the rounding of floats.
+    """
+    ready: list[tuple[Array, Array]] = []
+    for name, buffer in buffers.items():
+        data, values = buffer.value(), np.asarray(to_numpy(state[name]))
+        if values.shape != data.shape:
+            raise ShapeError(
+                f"state of buffer {name!r} must have its shape {data.shape}, got {values.shape}"
+            )
+        if values.dtype == _VOID and is_half(data.dtype):
+            values = values.view(data.dtype)
+        floats = all(map(is_float_dtype, (values.dtype, data.dtype)))
+        if not floats and not np.can_cast(values.dtype, data.dtype, "safe"):
+            raise DTypeError(
+                f"state of buffer {name!r} must be {data.dtype}, got {values.dtype}: only floats "
+                "are rounded"
+            )
+        ready.append((data, namespace(data).asarray(values.astype(data.dtype, copy=False))))
+    return ready
+
+
+def refuse_names(
+    what: str,
+    missing: Collection[str],
+    unknown: Collection[str],
+    buffers: Collection[str],
+    cure: str,
+) -> None:
+    """Return if nothing is missing in a state, and nothing unknown.
+
+    Args:
+        what: What must have the names, and which.
+        missing: What it lacks.
+        unknown: What it has beside that.
+        buffers: The names of buffers, which states of before they were saved lack.
+        cure: What to do.
+
+    Raises:
+        ModuleError: If something is.
+    """
+    if not missing and not unknown:
+        return
+    only_buffers = missing and not unknown and set(missing) <= set(buffers)
+    old = " (buffers, which states of before they were saved lack)" if only_buffers else ""
+    raise ModuleError(
+        f"{what}; missing: {sorted(missing) or 'none'}{old}, unknown: {sorted(unknown) or 'none'}"
+        f"{cure}"
+    )

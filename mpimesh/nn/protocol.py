@@ -10,6 +10,7 @@ Anything with the three methods of `SupportsLayer` is a layer: it may stand in a
 | ``set_place(seed=, index=)`` | with values of its own it does not learn its place |
 | ``num_layers`` | it takes one place in the numbering of layers |
 | ``named_parameters()`` | its parameters are called ``param_0``, ``param_1``, ... |
+| ``named_buffers()`` | it has no state beside its parameters |
 | ``set_training(flag)`` | its mode does not change |
 | ``set_part(part)`` | it treats each feature by itself, and gives those that it gets |
 
@@ -41,7 +42,7 @@ from mpimesh.arguments import as_flag, as_int
 from mpimesh.arrays.dtypes import is_half
 from mpimesh.arrays.namespace import Array, DType
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
-from mpimesh.nn.parameter import FLOAT_NAMES, Parameter, is_float_dtype
+from mpimesh.nn.parameter import FLOAT_NAMES, Buffer, Parameter, is_float_dtype
 
 __all__ = [
     "Allocate",
@@ -65,6 +66,7 @@ __all__ = [
     "layer_advice",
     "loss_advice",
     "materialize",
+    "named_buffers",
     "named_parameters",
     "num_layers",
     "parted",
@@ -431,6 +433,12 @@ def named_parameters(layer: SupportsLayer) -> list[tuple[str, Parameter]]:
                 "put it into a dict, or behind a function"
             )
     return named
+
+
+def named_buffers(layer: SupportsLayer) -> list[tuple[str, Buffer]]:
+    """Return with their names the arrays of `layer`'s state that are no parameters."""
+    method = getattr(layer, "named_buffers", None)
+    return [] if method is None else list(method())
 
 
 def set_training(layer: SupportsLayer, training: bool) -> None:

@@ -17,7 +17,13 @@ from mpimesh.dtensor import DTensor
 from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError, tell_elsewhere
 from mpimesh.layout import Layout, Shard
 from mpimesh.nn import Parameter
-from mpimesh.nn.parameter import check_shape, check_state, check_values
+from mpimesh.nn.parameter import (
+    check_buffers,
+    check_shape,
+    check_state,
+    check_values,
+    refuse_names,
+)
 from mpimesh.nn.protocol import set_training
 from mpimesh.optim import clip_grad_norm as clip_local
 from mpimesh.parallel.batch import Batch, Rows, split_layout
@@ -32,7 +38,7 @@ from mpimesh.parallel.microbatch import (
     tree_map,
 )
 from mpimesh.parallel.split_layers import local_part
-from mpimesh.parallel.states import model_parts, model_target
+from mpimesh.parallel.states import first_buffers, model_parts, model_target
 from mpimesh.parallel.step import Step
 from mpimesh.parallel.task import Interface, Leaf
 from mpimesh.parallel.training_engine import TrainingEngine
@@ -296,19 +302,24 @@ class ParallelModel(ABC):
             >>> model.load_state_dict(np.load("model.npz"))
             >>> optimizer.load_state_dict(np.load("optimizer.npz"))
 
+        Buffers of replicas may differ, such as means of the rows that each has seen: it has those
+        of the first replica.
+
         Cost:
-            Two broadcasts for each parameter, over the stages; and an all-gather of what is split.
+            Two broadcasts for each parameter and buffer, over the stages; an all-gather of what is
+            split, and a broadcast of each buffer over the replicas.
         """
         engine = self._engine
         engine.check_ready()
         given = engine.parameters_to_give()
         with engine.layer_values.whole():
-            return {
+            values = {
                 name: engine.everywhere(
                     engine.tensor.whole(parameter) if name in given else None, f"parameter {name}"
                 )
                 for name, parameter in engine.named_parameters(everywhere=True)
             }
+        return values | first_buffers(engine)
 
     def gathered(self, *, write: bool = False) -> AbstractContextManager[None]:
         """Return a context in which this rank has all values of its parameters. Collective.
@@ -334,25 +345,27 @@ class ParallelModel(ABC):
     # -- local -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the values of this rank's parameters, by their names in the whole model. Local.
+        """Return the values of this rank's parameters and buffers, by name. Local.
 
         The live arrays, not copies, as :meth:`mpimesh.nn.Module.state_dict`. Where each rank has
         the whole model, as in a :class:`DataParallel` without split layers, it is the whole state.
+        Names are those in the whole model.
         Ranks of a pipeline have those of their stages, and of a split parameter their block:
         :meth:`full_state_dict` returns the whole on every rank, and :meth:`load_state_dict` needs
         it.
         """
-        return {name: parameter.value() for name, parameter in self.named_parameters()}
+        values = {name: parameter.value() for name, parameter in self.named_parameters()}
+        return values | {name: one.value() for name, one in self._engine.named_buffers()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Copy values into this rank's parameters; all of them or, on an error, none. Local.
+        """Copy values into this rank's parameters and buffers; all or, on an error, none. Local.
 
         The number of steps is no part of it, but of the optimizer's: see :meth:`full_state_dict`.
         Where ranks have the parameters once, as at stage 3 of :func:`mpimesh.fully_shard`, it is
         collective over the replicas: no rank writes what another still reads.
 
         Shapes:
-            state[name]: that of the parameter. `state` holds the whole model.
+            state[name]: that of the parameter or buffer. `state` holds the whole model.
 
         Raises:
             ModuleError: If names of the model are missing, or there are others.
@@ -377,22 +390,25 @@ class ParallelModel(ABC):
         engine.first_values = True
 
     def _new_values(self, state: Mapping[str, Array]) -> list[tuple[Array, Array]]:
-        """Return the memory of this rank's parameters, and what a state has for it. Local."""
+        """Return the memory of this rank's values, and what a state has for it. Local."""
         engine = self._engine
         check_state(state)
         expected = dict(engine.named_parameters(everywhere=True))
-        if expected.keys() != state.keys():
-            missing, unknown = expected.keys() - state.keys(), state.keys() - expected.keys()
-            raise ModuleError(
-                "a state must name each parameter of the whole model once, as that of "
-                f"full_state_dict() does; missing: {sorted(missing) or 'none'}, unknown: "
-                f"{sorted(unknown) or 'none'}"
-            )
+        buffers = dict(engine.named_buffers(everywhere=True))
+        known = expected.keys() | buffers.keys()
+        refuse_names(
+            "a state must name each parameter and buffer of the whole model once, as that of "
+            "full_state_dict() does",
+            known - state.keys(),
+            state.keys() - known,
+            buffers,
+            "; what is missing may be taken from the model, {**model.full_state_dict(), **state}",
+        )
         for name, parameter in expected.items():
             check_shape(name, parameter.global_shape, state[name])
         mine = dict(engine.named_parameters())
         values = {name: local_part(name, one, state[name]) for name, one in mine.items()}
-        return check_values(mine, values)
+        return check_values(mine, values) + check_buffers(dict(engine.named_buffers()), state)
 
     def _stored_parts(self) -> Mapping[str, Parts | Value]:
         """Return what this rank has of the parameters, and the count of steps; see `Storable`."""

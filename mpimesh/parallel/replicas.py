@@ -220,7 +220,7 @@ def agree_texts(texts: list[str], group: ProcessGroup, rule: str, cure: str = ""
 
 
 def agree_values(
-    named: Sequence[tuple[str, Parameter]], group: ProcessGroup, *, cure: str = ""
+    named: Sequence[tuple[str, Parameter | Array]], group: ProcessGroup, *, cure: str = ""
 ) -> None:
     """Return if all ranks of `group` hold the same values, bit for bit; see :func:`agree_texts`.
 

@@ -13,17 +13,18 @@ hold copies, do not.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from mpimesh.arguments import as_int, as_items
 from mpimesh.errors import MismatchError, ScheduleError, on_all_ranks
 from mpimesh.nn import Parameter, Sequential, SupportsLayer
 from mpimesh.nn.containers import is_plain
 from mpimesh.nn.module import leaves
+from mpimesh.nn.parameter import Buffer
 from mpimesh.nn.protocol import Visited, materialize, num_layers, set_place
 from mpimesh.parallel.replicas import describe, digest, groups_of_lines, lines_of_holders
 from mpimesh.runtime import DeviceMesh, ProcessGroup
@@ -39,9 +40,13 @@ __all__ = [
     "find_ties",
     "give_values",
     "is_used_again",
+    "named_buffers",
     "named_places",
     "uses_of",
 ]
+
+
+T = TypeVar("T")
 
 
 class PipelineStage(Sequential):
@@ -205,16 +210,31 @@ def named_places(
     stages: Sequence[PipelineStage],
 ) -> list[tuple[str, Parameter, tuple[int, ...]]]:
     """Return each parameter once, with its name in the whole model and the stages it stands in."""
-    names: dict[int, tuple[str, Parameter]] = {}
-    places: dict[int, list[int]] = {}
+    return _placed(stages, PipelineStage.named_parameters, id)
+
+
+def named_buffers(
+    stages: Sequence[PipelineStage],
+) -> list[tuple[str, Buffer, tuple[int, ...]]]:
+    """Return each buffer once, as :func:`named_places` does parameters."""
+    return _placed(stages, PipelineStage.named_buffers, lambda buffer: buffer.key)
+
+
+def _placed(
+    stages: Sequence[PipelineStage],
+    named: Callable[[PipelineStage], list[tuple[str, T]]],
+    key: Callable[[T], Hashable],
+) -> list[tuple[str, T, tuple[int, ...]]]:
+    names: dict[Hashable, tuple[str, T]] = {}
+    places: dict[Hashable, list[int]] = {}
     offset = 0
     for number, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
+        for name, one in named(stage):
             place, _, rest = name.partition(".")
-            names.setdefault(id(parameter), (f"{int(place) + offset}.{rest}", parameter))
-            places.setdefault(id(parameter), []).append(number)
+            names.setdefault(key(one), (f"{int(place) + offset}.{rest}", one))
+            places.setdefault(key(one), []).append(number)
         offset += len(stage)
-    return [(*named, tuple(places[key])) for key, named in names.items()]
+    return [(*names[one], tuple(numbers)) for one, numbers in places.items()]
 
 
 def find_ties(stages: Sequence[PipelineStage], placement: Sequence[int]) -> list[Tie]:

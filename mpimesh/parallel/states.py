@@ -8,14 +8,16 @@ it, and where the ranks of a node see values in one memory, each has those that 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mpimesh.arguments import as_int, shown
-from mpimesh.arrays import Array, namespace
+from mpimesh.arrays import Array, HostArray, namespace, to_numpy
 from mpimesh.errors import MismatchError, ModuleError, MpimeshError, ShapeError
 from mpimesh.nn import Parameter
+from mpimesh.nn.parameter import Buffer
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.optim.optimizer import check_arrays, check_steps, numbers_text
 from mpimesh.parallel.bucket import STAGES, BucketShard, flat_places, inside
@@ -23,6 +25,7 @@ from mpimesh.parallel.buckets import GradientBuckets
 from mpimesh.parallel.optimizer_shards import Layouts, LentOptimizer, State, places_of
 from mpimesh.parallel.replicas import difference, digest
 from mpimesh.parallel.split_layers import local_part
+from mpimesh.parallel.stage import named_buffers
 from mpimesh.parallel.training_engine import TrainingEngine
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree
@@ -33,6 +36,7 @@ from mpimesh.store.modules import (
     STORED,
     FlatSpan,
     StateNames,
+    buffer_targets,
     check_names,
     parameter_target,
     state_parts,
@@ -43,6 +47,7 @@ from mpimesh.store.parts import Parts, Saved, Value
 __all__ = [
     "agree_optimizers",
     "agree_states",
+    "first_buffers",
     "full_state",
     "is_finite",
     "model_parts",
@@ -395,19 +400,66 @@ _SCALER = "scaler."
 
 
 def model_parts(engine: TrainingEngine) -> dict[str, Parts | Value]:
-    """Return what this rank has of a model's parameters, and the count of steps. Local."""
+    """Return what this rank has of a model's state, and the count of steps. Local.
+
+    Buffers of replicas may differ: those of the first one are the model's.
+    """
     spans = _spans_of_values(engine)
     found: dict[str, Parts | Value] = {STEP: engine.step}
     for name, parameter in engine.named_parameters():
         span, shard = spans.get(id(parameter), (FlatSpan.block(parameter), None))
         found[name] = span.parts(_values(parameter, span, shard))
+    first = _buffers_to_give(engine)
+    is_first = not engine.data.rank and not (engine.tensor.group and engine.tensor.group.rank)
+    for name, buffer in engine.named_buffers():
+        parts = Parts.all_of(buffer.value())
+        found[name] = parts if is_first and name in first else replace(parts, parts=())
+    return found
+
+
+def _buffers_to_give(engine: TrainingEngine) -> dict[str, Buffer]:
+    """Return this rank's buffers, but for those that an earlier rank has, too."""
+    return {
+        name: buffer
+        for name, buffer, numbers in named_buffers(engine.stages)
+        if engine.plans.placement[numbers[0]] == (engine.pipe.rank or 0)
+    }
+
+
+def first_buffers(engine: TrainingEngine) -> dict[str, HostArray]:
+    """Return the buffers of the whole model, those of the first replica. Collective.
+
+    Raises:
+        ModuleError: On every rank, if one on any cannot be in a state.
+        MismatchError: On every rank, if replicas of a stage have different ones.
+    """
+    given = _buffers_to_give(engine)
+    what, mine = Call("buffers", engine.scope.name), [engine.place, [*given]]
+    refused = next(filter(None, (one.problem() for one in given.values())), "")
+    problem = ModuleError(refused) if refused else None
+    rows = agree(engine.scope, what, mine, problem=problem)
+    known: dict[int, list[str]] = {}
+    for number, names in rows:
+        if known.setdefault(number, names) != names:
+            raise MismatchError(
+                f"the replicas of one stage must have the same buffers, and have {names} and "
+                f"{known[number]}: one that is None at first has to get its array everywhere"
+            )
+    found: dict[str, HostArray] = {}
+    for name in dict.fromkeys(name for _, names in rows for name in names):
+        part = to_numpy(given[name].value()) if name in given else None
+        whole = engine.everywhere(part, f"buffer {name}")
+        for group in (engine.data, engine.tensor.group):
+            if group is not None and group.size > 1:
+                whole = group.broadcast(whole, label=f"buffer {name}").resolve()
+        found[name] = np.array(whole)
     return found
 
 
 def model_target(
     engine: TrainingEngine, saved: Mapping[str, Saved | Value], *, strict: bool
 ) -> tuple[dict[str, Parts], Callable[[], None]]:
-    """Return where a model's parameters are read to: into their memory. Local.
+    """Return where a model's state is read to: into its memory, on all replicas. Local.
 
     The count of steps is taken over if it was saved.
 
@@ -418,9 +470,12 @@ def model_target(
         ModuleStateError: If there are values here of which this rank has only a part, as in
             ``model.gathered()``.
     """
-    known = dict(engine.named_parameters(everywhere=True))
+    buffers = dict(engine.named_buffers(everywhere=True))
+    known = {name for name, _ in engine.named_parameters(everywhere=True)} | buffers.keys()
     names = saved.keys() - {STEP}
-    check_names("the state of a model", known.keys() - names, names - known.keys(), strict=strict)
+    check_names(
+        "the state of a model", known - names, names - known, strict=strict, buffers=buffers
+    )
     step = as_int(saved[STEP], "step", ModuleError, least=0) if STEP in saved else None
     spans = _spans_of_values(engine)
     wanted: dict[str, Parts] = {}
@@ -432,6 +487,7 @@ def model_target(
             shard.check_hidden()
         values = _values(parameter, span, shard)
         wanted[name] = parameter_target(name, parameter, saved[name], values, span)
+    wanted |= buffer_targets(dict(engine.named_buffers()), saved)
 
     def take() -> None:
         if step is not None:

@@ -24,7 +24,7 @@ from mpimesh.errors import (
 )
 from mpimesh.nn import Parameter
 from mpimesh.nn.containers import is_plain
-from mpimesh.nn.parameter import float_dtype
+from mpimesh.nn.parameter import Buffer, float_dtype
 from mpimesh.optim import LossScaler
 from mpimesh.parallel.bucket import STAGES, SharedValues, share_frozen
 from mpimesh.parallel.bucket_plan import Plan
@@ -50,6 +50,7 @@ from mpimesh.parallel.stage import (
     find_ties,
     give_values,
     is_used_again,
+    named_buffers,
     named_places,
     uses_of,
 )
@@ -279,7 +280,11 @@ class TrainingEngine:
         self.is_stage_chosen = False
         self._new_buckets = partial(self._buckets_of, options)
         self.buckets = self._new_buckets(None)
-        agree_together(scope, self._questions_of_values(_FIRST_VALUES))
+        try:
+            agree_together(scope, self._questions_of_values(self._buffers(), _FIRST_VALUES))
+        except MismatchError:
+            self.buckets.close()
+            raise
 
     # -- what is where: local -------------------------------------------------------------
 
@@ -341,6 +346,14 @@ class TrainingEngine:
         return [
             (name, parameter)
             for name, parameter, numbers in self._named
+            if everywhere or not self.local.keys().isdisjoint(numbers)
+        ]
+
+    def named_buffers(self, *, everywhere: bool = False) -> list[tuple[str, Buffer]]:
+        """Return buffers as :meth:`named_parameters` does parameters."""
+        return [
+            (name, buffer)
+            for name, buffer, numbers in named_buffers(self.stages)
             if everywhere or not self.local.keys().isdisjoint(numbers)
         ]
 
@@ -617,10 +630,12 @@ class TrainingEngine:
         self.waiting = (self.tensor, self.layer_values)
         return self._rule(options)
 
-    def _questions_of_values(self, cure: str = "") -> list[Callable[[], None]]:
+    def _questions_of_values(
+        self, beside: Sequence[tuple[str, Array]] = (), cure: str = ""
+    ) -> list[Callable[[], None]]:
         named = self.named_parameters()
         return [
-            partial(agree_values, named, self.data, cure=cure),
+            partial(agree_values, [*named, *beside], self.data, cure=cure),
             partial(self.tensor.agree_values, named),
         ]
 
@@ -664,6 +679,12 @@ class TrainingEngine:
         for name, parameter in self.named_parameters():
             values = parameter.value()
             self.data.broadcast(values, out=values, label=f"parameter {name}").resolve()
+        for name, values in self._buffers():
+            values[...] = self.data.broadcast(values, label=name).resolve()
+
+    def _buffers(self) -> list[tuple[str, Array]]:
+        named = [(f"buffer {name}", one) for name, one in self.named_buffers()]
+        return [(name, one.value()) for name, one in named if not one.problem()]
 
     def _buckets_of(self, options: Options, plan: Plan | None) -> GradientBuckets:
         named = self.named_parameters()

@@ -25,6 +25,7 @@ from mpimesh.arrays.dtypes import is_half, sum_dtype
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.layout.boxes import Box, extent, flat_fragments, global_box, volume
 from mpimesh.nn import Module, Parameter
+from mpimesh.nn.parameter import Buffer, refuse_names
 from mpimesh.optim import Optimizer
 from mpimesh.optim.optimizer import MASTER, check_steps
 from mpimesh.store.format import narrow_dtype
@@ -36,6 +37,7 @@ __all__ = [
     "STORED",
     "FlatSpan",
     "StateNames",
+    "buffer_targets",
     "check_names",
     "has_names",
     "module_parts",
@@ -143,18 +145,33 @@ class FlatSpan:
         return Parts(self.shape, dtype, tuple(parts))
 
 
-def check_names(what: str, missing: Iterable[str], unknown: Iterable[str], *, strict: bool) -> None:
+def check_names(
+    what: str,
+    missing: Iterable[str],
+    unknown: Iterable[str],
+    *,
+    strict: bool,
+    buffers: Collection[str] = (),
+) -> None:
     """Return if a checkpoint has the names that it should, and no others; or if not `strict`.
+
+    Args:
+        what: The state that must have them.
+        missing: The names that it lacks.
+        unknown: Those that it has beside its own.
+        strict: Whether to refuse them.
+        buffers: The names of buffers, which older checkpoints lack.
 
     Raises:
         ModuleError: If it has not.
     """
-    missing, unknown = sorted(missing), sorted(unknown)
-    if strict and (missing or unknown):
-        raise ModuleError(
-            f"{what} has the names that it has in the whole model, each once; missing: "
-            f"{missing or 'none'}, unknown: {unknown or 'none'}: rename them, or load with "
-            "strict=False"
+    if strict:
+        refuse_names(
+            f"{what} has the names that it has in the whole model, each once",
+            [*missing],
+            [*unknown],
+            buffers,
+            ": rename them, or load with strict=False, which leaves as it is what is missing",
         )
 
 
@@ -162,19 +179,20 @@ def check_names(what: str, missing: Iterable[str], unknown: Iterable[str], *, st
 
 
 def module_parts(module: Module) -> dict[str, Parts]:
-    """Return what this rank has of the parameters of a layer. Local.
+    """Return what this rank has of the parameters and buffers of a layer. Local.
 
     Raises:
         ModuleStateError: If a parameter has no memory yet.
     """
-    return {
+    parts = {
         name: FlatSpan.block(parameter).parts(parameter.value())
         for name, parameter in module.named_parameters()
     }
+    return parts | {name: Parts.all_of(one.value()) for name, one in module.named_buffers()}
 
 
 def restored_module(module: Module, saved: Mapping[str, Saved | Value], *, strict: bool) -> Wanted:
-    """Return where the parameters of a layer are read to; see `Storable._restored_parts`. Local.
+    """Return where the state of a layer is read to; see `Storable._restored_parts`. Local.
 
     A model's count of steps is passed over.
 
@@ -184,19 +202,40 @@ def restored_module(module: Module, saved: Mapping[str, Saved | Value], *, stric
         DTypeError: If values are not of floating point.
         ModuleStateError: If a parameter has no memory yet.
     """
-    named = dict(module.named_parameters())
+    named, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    known = {*named, *buffers}
     check_names(
         "the state of a layer",
-        named.keys() - saved.keys(),
-        saved.keys() - named.keys() - {STEP},
+        known - saved.keys(),
+        saved.keys() - known - {STEP},
         strict=strict,
+        buffers=buffers,
     )
     wanted = {
         name: parameter_target(name, parameter, saved[name], parameter.value())
         for name, parameter in named.items()
         if name in saved
     }
-    return wanted, lambda: None
+    return wanted | buffer_targets(buffers, saved), lambda: None
+
+
+def buffer_targets(
+    buffers: Mapping[str, Buffer], saved: Mapping[str, Saved | Value]
+) -> dict[str, Parts]:
+    """Return where buffers are read to: their memory. Local.
+
+    Raises:
+        MpimeshError: As :func:`parameter_target`.
+    """
+    wanted: dict[str, Parts] = {}
+    for name, buffer in buffers.items():
+        if name in saved:
+            array, what = buffer.value(), f"buffer {name!r}"
+            _checked_array(what, saved[name], array.shape)
+            if isinstance(array, np.ndarray) and not array.flags.writeable:
+                raise ModuleStateError(f"the memory of {what} is read-only, and is to be read into")
+            wanted[name] = Parts.all_of(array)
+    return wanted
 
 
 def parameter_target(

@@ -181,7 +181,8 @@ def test_on_the_meta_device_a_rank_gives_memory_to_its_own_stages_only():
     assert all(memory)
     assert torch.equal(torch.get_rng_state(), before)
     assert 0 < np.abs(expected["0.weight"]).max() <= FEATURES**-0.5
-    assert len({values.tobytes() for values in expected.values()}) == len(expected)
+    trained = {name for name in expected if name.endswith(("weight", "bias"))}
+    assert len({expected[name].tobytes() for name in trained}) == len(trained)
     for memory, state, same, same_again in on_ranks("pp=3", body):
         assert again == pytest.approx(same_again, rel=1e-12)
         assert not all(memory)
