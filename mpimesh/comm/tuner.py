@@ -3,7 +3,8 @@
 Where two ways cross depends on the machine and its MPI, so it is measured, once for each machine,
 MPI, and number of ranks on a node; the answer is kept in the user's cache folder. The measurement
 takes turns, so that a slow moment meets both ways, and counts the fastest of some rounds, the
-slowest rank's of each: a tenth of a second or two, more with more ranks than cores. Two ways cross
+slowest rank's of each: a tenth of a second or two. With many ranks on few cores it takes fewer
+rounds; a group that two seconds do not allow has the sizes of other machines. Two ways cross
 where the gains over all larger sizes together are greatest, so that one size that was measured
 wrong does not decide by itself.
 """
@@ -43,6 +44,10 @@ _SLOT_BYTES = (8, 512, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10)
 _CHUNKED_BYTES = (1 << 20, 4 << 20)
 _PLACED_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
 _CROSSING_BYTES = (16 << 10, 128 << 10, 1 << 20)
+_BUDGET_S = 2.0
+"""Longest measurement of one process, for all its groups together."""
+_SHARE_S = 0.06
+"""Time after which the measurement of one size has no further round."""
 _CLEARLY = 0.95
 """Another way has to win by this much: a draw is MPI's."""
 
@@ -92,6 +97,8 @@ def measure(
         moves = _moves(messages, shared, Ways("mpi", "in_place"), arena, nbytes)
         for name, both in moves.items():
             gains[name][nbytes] = clock.gain(nbytes, *both)
+    if clock.is_over:
+        return Sizes.unmeasured()
     slots_from, slots_to = stretch(in_slots) or (NEVER, NEVER)
     return Sizes(
         [crossing(gains[name], 2 * max(_PLACED_BYTES)) for name in OPERATIONS],
@@ -111,6 +118,8 @@ def _measure_levels(clock: _Clock, messages: Communicator, shared: _Collectives)
         moves = _moves(messages, shared, levels, None, nbytes)
         for name in names:
             gains[name][nbytes] = clock.gain(256 << 10, *moves[name], rounds=3)
+    if clock.is_over:
+        return Sizes.unmeasured(several_nodes=True)
     sizes = {name: crossing(gains[name], 2 * max(_CROSSING_BYTES)) for name in names}
     return Sizes([sizes.get(name, NEVER) for name in OPERATIONS], "")
 
@@ -150,18 +159,43 @@ def _zeros(arena: Arena | None, size: int) -> HostArray:
 
 
 class _Clock:
-    """Takes turns of two ways; the answers are the same on all ranks."""
+    """Takes turns of two ways; the answers are the same on all ranks.
+
+    Attributes:
+        is_over: Whether there was no time left for a size.
+    """
+
+    spent_s = 0.0  # by all measurements of this process
 
     def __init__(self, messages: Communicator, engine: ProgressEngine) -> None:
         self._messages = messages
         self._engine = engine
+        self.is_over = False
+        self._now_s, self._waits = time.perf_counter(), 0
+        self._begun_s, self._waits = self._spend(), 0
+        for _ in range(2):
+            self._spend()
+
+    def _spend(self) -> float:
+        """Count the time since the last call, and return what the slowest rank has spent in all."""
+        last_s, self._now_s = self._now_s, time.perf_counter()
+        _Clock.spent_s += self._now_s - last_s
+        spent = np.array([_Clock.spent_s])
+        self._finish(self._messages.all_reduce(None, spent, "max"))
+        return float(spent[0])
 
     def gain(self, nbytes: int, first: _Way, second: _Way, *, rounds: int = 7) -> float:
         """Return how many times the second way is clearly faster; alike on all ranks."""
-        # One call of a small operation is shorter than what the scheduler may do in between.
-        calls = max(1, min(16, (256 << 10) // nbytes))
+        if self.is_over:
+            return 1.0
         best_s = np.full(2, np.inf)
+        begin_s = spent_s = self._spend()
+        wait_s = (begin_s - self._begun_s) / self._waits
+        # One call of a small operation is shorter than what the scheduler may do in between.
+        calls = max(1, min(16, (256 << 10) // nbytes, int(_SHARE_S / max(2 * wait_s, 1e-6))))
         for _ in range(rounds):
+            if spent_s >= _BUDGET_S or spent_s - begin_s >= _SHARE_S:
+                break
             self._engine.steps += 1  # whoever looks after waits sees that this one gets on
             for number, way in enumerate((first, second)):
                 self._finish(self._messages.barrier())
@@ -169,11 +203,16 @@ class _Clock:
                 for _ in range(calls):
                     self._finish(way())
                 best_s[number] = min(best_s[number], time.perf_counter() - start_s)
+            spent_s = self._spend()
+        if best_s[0] == np.inf:
+            self.is_over = True
+            return 1.0
         self._finish(self._messages.all_reduce(None, best_s, "max"))
         return float(_CLEARLY * best_s[0] / best_s[1])
 
     def _finish(self, request: Request) -> None:
         """Wait as a handle does: some tests in a row, and then with naps."""
+        self._waits += 1
         engine = self._engine
         if test_often(request.test, engine):
             return
@@ -270,9 +309,11 @@ class KeptSizes:
         poll(messages.broadcast(numbers, 0).test)
         reason = _KEPT if numbers.all() else _MEASURED
         if reason is _MEASURED:
-            numbers[...] = measured().numbers
+            sizes = measured()
+            numbers[...], reason = sizes.numbers, sizes.reason or reason
         if known is None or known.numbers != numbers.tolist():  # else it says when it was measured
-            keep = messages.rank == 0 and known is None
+            # A group for which there was no time is measured in the next job.
+            keep = messages.rank == 0 and known is None and reason is _MEASURED
             known = Sizes.of_numbers(numbers.tolist(), reason)
             self.learn(messages.size, nodes, known, keep=keep)
         return known
