@@ -41,6 +41,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 from common.program import Parser, file_named, mesh_reader, on_all_ranks, run_program
@@ -81,11 +82,15 @@ def embed_file(model: MiniLM, source: str, out: Path | None) -> None:
     lines = on_all_ranks(mesh, lambda: read_lines(source) if mesh.rank == 0 else [], "read lines")
     num_lines = int(group.broadcast(np.array(len(lines)), root=0).resolve())
     shape = (num_lines, model.width)
-    part = None if out is None else out.with_name(f"{out.name}.part")  # until all of it is there
+    part = Path()
 
     def make_file() -> np.ndarray | None:
-        if part is None or mesh.rank != 0:
+        nonlocal part
+        if out is None or mesh.rank != 0:
             return None
+        if out.exists():
+            np.load(out, mmap_mode="r")  # raises if it is anything else, which is not replaced
+        part = out.with_name(f".{out.name}.{uuid4().hex}.part")  # until all of it is there
         return np.lib.format.open_memmap(part, "w+", model.dtype, shape)
 
     vectors = on_all_ranks(mesh, make_file, f"write {out}")
@@ -100,7 +105,7 @@ def embed_file(model: MiniLM, source: str, out: Path | None) -> None:
     if mesh.rank == 0:
         seconds = time.perf_counter() - start_s
         print(f"{num_lines} sentences in {seconds:.2f} s: {num_lines / seconds:,.0f} a second")
-        if vectors is not None and part is not None and out is not None:
+        if vectors is not None and out is not None:
             vectors.flush()
             part.replace(out)
             print(f"wrote {out}: {shape}, {model.dtype}")

@@ -215,6 +215,11 @@ def export(
     Cost:
         Each piece is read to compare its checksum, and again to write it. 9 MiB of memory.
     """
+    if out.is_symlink() or (out.exists() and not _is_safetensors(out)):
+        raise StoreError(
+            f"{out} is a link, or no file of safetensors, and is not replaced: give another name, "
+            "or move it away"
+        )
     entries = {name: manifest.arrays[name] for name in names}
     order = sorted(entries, key=lambda name: -entries[name].dtype.itemsize)
     # Hugging Face reads no file that does not tell that its tensors are in PyTorch's order of axes.
@@ -236,6 +241,16 @@ def export(
                 write_at(file.fileno(), values.reshape(-1).view(np.uint8).data, begin)
                 begin += values.nbytes
     return _total(entries.values())
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Tell whether a file may be replaced by one of safetensors: it is one, or empty."""
+    try:
+        return not path.stat().st_size or bool(read_header(path))
+    except DTypeError:
+        return True
+    except (DamagedError, OSError):
+        return False
 
 
 # -- rows and tables -------------------------------------------------------------------------------

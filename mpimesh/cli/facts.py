@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import stat
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -381,7 +382,7 @@ def find_leftovers(
             with suppress(OSError):
                 facts = path.lstat()
                 old = now_s - max(facts.st_mtime, facts.st_ctime) > _YOUNG_S
-                if facts.st_uid == os.geteuid() and old and not path.is_symlink():
+                if facts.st_uid == os.geteuid() and old and stat.S_ISREG(facts.st_mode):
                     found[str(path)] = Leftover(str(path), facts.st_blocks * 512)
     if found:
         for used in _files_in_use(proc):

@@ -10,11 +10,12 @@ from __future__ import annotations
 import ast
 import errno
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from math import gcd, prod
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ from mpimesh.layout.boxes import (
     volume,
 )
 from mpimesh.store.files import sync, write_at
+from mpimesh.store.grids import grid_tiles
 
-__all__ = ["FORMATS", "ArrayFile", "FlatArray", "Format", "chunks_of", "cut", "grid_tiles"]
+__all__ = ["FORMATS", "ArrayFile", "FlatArray", "Format"]
 
 PIECE_BYTES = 4 << 20
 """Most memory for values on their way between a file and an array that lies otherwise."""
@@ -51,10 +53,6 @@ _LONGEST_HEADER = 10_000
 
 _METADATA_BYTES = 64 << 10
 """Bytes that HDF5 may write beside elements at a time."""
-
-_MOST_CHUNK_BYTES = 16 << 20
-_FEWEST_CHUNK_BYTES = 64 << 10
-"""Chunks of Zarr are no smaller, but where the array is."""
 
 Shape = tuple[int, ...]
 
@@ -459,7 +457,7 @@ def _create_hdf5(
         same = False
     if not same or dtype.hasobject:
         raise DTypeError(f"HDF5 has no dtype {dtype}; save x.astype(...) of another one")
-    if old.exists():
+    if old.exists() and old.stat().st_size:
         shutil.copyfile(old, path)
     _check_room(path.parent, 0)
     with h5py.File(path, "a") as file:
@@ -484,8 +482,11 @@ def _check_room(path: Path, nbytes: int) -> None:
 
 
 def _name(dataset: str | None) -> str:
-    if not isinstance(dataset, str) or not dataset.strip("/"):
-        raise StoreError(f'an HDF5 file needs the name of a dataset, dataset="x"; got {dataset!r}')
+    if not isinstance(dataset, str) or not dataset.strip("/") or "\0" in dataset:
+        raise StoreError(
+            f'an HDF5 file needs the name of a dataset, dataset="x", without zero bytes; got '
+            f"{dataset!r}"
+        )
     return dataset
 
 
@@ -570,96 +571,59 @@ def _create_zarr(
     sync(path / "zarr.json")
 
 
-def chunks_of(shape: Sequence[int], boxes: Iterable[Box], itemsize: int) -> Shape:
-    """Return the extent of chunks for an array that is split into boxes.
+def _zarr_files(path: Path) -> list[Path]:
+    """Return the files and folders of an array of Zarr, the inner ones first.
 
-    Edges of boxes are edges of chunks, where these are not too small then; else chunks go by the
-    shape alone, and boxes have to be carried to the ranks that write them.
-
-    Example:
-        >>> chunks_of((4096, 512), [((0, 2048), (0, 512)), ((2048, 4096), (0, 512))], 4)
-        (2048, 512)
+    Raises:
+        StoreError: If it is none, or there is something else in its folder.
     """
-    rows = list(boxes)
-    inner = [
-        {edge for box in rows for edge in box[axis]} - {0, length}
-        for axis, length in enumerate(shape)
-    ]
-    fitting = [
-        gcd(*edges) if edges else max(1, length) for edges, length in zip(inner, shape, strict=True)
-    ]
-    if prod(fitting) * itemsize < min(_FEWEST_CHUNK_BYTES, prod(shape) * itemsize // 8):
-        inner, fitting = [set() for _ in shape], [max(1, length) for length in shape]
-    for axis, edges in enumerate(inner):
-        ratio = -(-prod(fitting) * itemsize // _MOST_CHUNK_BYTES)
-        if ratio <= 1:
-            break
-        wanted = max(1, fitting[axis] // ratio)
-        fitting[axis] = _divisor(fitting[axis], wanted) if edges else wanted
-    return tuple(fitting)
+    import zarr
+
+    try:
+        array = zarr.open_array(zarr.storage.LocalStore(path), mode="r")
+    except Exception as error:  # whatever a parser of any text may raise
+        raise StoreError("what is there is no array of Zarr") from error
+    found = sorted(path.rglob("*"), reverse=True)
+    for one in found:
+        key = one.relative_to(path).as_posix()
+        cell = tuple(map(int, re.findall(r"\d+", key)))[: array.ndim]
+        is_own = key in ("zarr.json", ".zarray", ".zattrs")
+        if not is_own and len(cell) == array.ndim:
+            is_own = array.metadata.encode_chunk_key(cell) == key
+        if one.is_symlink() or not (is_own if one.is_file() else re.fullmatch(r"c?/?[\d/]*", key)):
+            raise StoreError(f"{key} in it is not of an array of Zarr")
+    return found
 
 
-def _divisor(number: int, most: int) -> int:
-    """Return the largest divisor of a number that is not above `most`."""
-    return next(one for one in range(most, 0, -1) if not number % one)
+def _no_zarr(path: Path) -> str:
+    try:
+        _zarr_files(path)
+    except StoreError as error:
+        return str(error)
+    return ""
 
 
-# -- grids -----------------------------------------------------------------------------------------
+def _remove_zarr(path: Path) -> None:
+    """Remove an array of Zarr, if there is nothing but that."""
+    with suppress(OSError):
+        for one in [*_zarr_files(path), path]:
+            one.rmdir() if one.is_dir() else one.unlink()
 
 
-def grid_tiles(
-    box: Box, grain: Sequence[int], most: int, *, fortran: bool = False
-) -> Iterator[Box]:
-    """Cut a box at places of a grid into boxes of at most `most` elements, or of one cell.
-
-    Args:
-        box: The box.
-        grain: The extent of a cell of the grid, which begins at the first element of the array.
-        most: Most elements of a box of several cells.
-        fortran: Whether the first axis is the innermost in memory; else the last one.
-    """
-    if not volume(box):
-        return
-    if fortran:
-        for tile in grid_tiles(box[::-1], grain[::-1], most):
-            yield tile[::-1]
-        return
-    cells = [_cells(edges, step) for edges, step in zip(box, grain, strict=True)]
-    for tile in tiles([len(row) for row in cells], max(1, most // prod(grain))):
-        yield tuple(
-            [
-                (max(start, row[a] * step), min(stop, (row[b - 1] + 1) * step))
-                for (start, stop), row, step, (a, b) in zip(box, cells, grain, tile, strict=True)
-            ]
-        )
+def _no_npy(path: Path) -> str:
+    if not path.is_file():
+        return "what is there is no ordinary file"
+    with path.open("rb") as file:
+        head = file.read(len(_MAGIC))
+    return "" if head in (b"", _MAGIC) else "what is there is no .npy file"
 
 
-def cut(
-    box: Box, grain: Sequence[int], parts: int, *, fortran: bool = False
-) -> tuple[int, list[int]]:
-    """Return the axis along which a box is cut into parts at places of a grid, and their edges.
+def _no_hdf5(path: Path) -> str:
+    import h5py
 
-    There is one edge more than parts, rising; parts may be empty. The axis is -1 if the box lies
-    in one cell.
-
-    Example:
-        >>> cut(((0, 10), (0, 4)), (3, 1), 2)
-        (0, [0, 6, 10])
-    """
-    cells = [_cells(edges, step) for edges, step in zip(box, grain, strict=True)]
-    if max(map(len, cells), default=1) <= 1:
-        return -1, []
-    order = range(len(cells))[:: -1 if fortran else 1]
-    longest = max(order, key=lambda axis: len(cells[axis]))
-    axis = next((axis for axis in order if len(cells[axis]) >= parts), longest)
-    (start, stop), row, step = box[axis], cells[axis], grain[axis]
-    inner = [(row[0] + len(row) * part // parts) * step for part in range(parts)]
-    return axis, [*(max(start, edge) for edge in inner), stop]
-
-
-def _cells(edges: tuple[int, int], step: int) -> range:
-    start, stop = edges
-    return range(start // step, -(-stop // step))
+    if not path.is_file():
+        return "what is there is no ordinary file"
+    return "" if h5py.is_hdf5(path) or not path.stat().st_size else "what is there is no HDF5 file"
 
 
 # -- the formats -----------------------------------------------------------------------------------
@@ -675,20 +639,22 @@ class Format:
         open: Opens an array of a path, in a mode, of a dataset.
         create: Makes a file for an array, without values: with a path, that of the old file,
             shape, dtype, dataset and chunks.
+        problem_of: Tells why what is at a path cannot be replaced; "" if it can.
+        remove: Removes an array that was replaced; nothing where it is a file.
         options: What may be chosen beside.
-        is_folder: Whether a path is a folder.
     """
 
     name: str
     suffixes: tuple[str, ...]
     open: Callable[[Path, str, str | None], ArrayFile]
     create: Callable[[Path, Path, Shape, DType, str | None, Shape | None], None]
+    problem_of: Callable[[Path], str]
     options: tuple[str, ...]
-    is_folder: bool = False
+    remove: Callable[[Path], None] = lambda _: None
 
 
 FORMATS = (
-    Format("npy", (".npy",), _open_npy, _create_npy, ()),
-    Format("zarr", (".zarr",), _open_zarr, _create_zarr, ("chunks",), is_folder=True),
-    Format("hdf5", (".h5", ".hdf5"), _open_hdf5, _create_hdf5, ("dataset", "chunks")),
+    Format("npy", (".npy",), _open_npy, _create_npy, _no_npy, ()),
+    Format("zarr", (".zarr",), _open_zarr, _create_zarr, _no_zarr, ("chunks",), _remove_zarr),
+    Format("hdf5", (".h5", ".hdf5"), _open_hdf5, _create_hdf5, _no_hdf5, ("dataset", "chunks")),
 )

@@ -37,7 +37,7 @@ from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore
 from mpimesh.runtime.operands import host_array
-from mpimesh.store.array_formats import FORMATS, ArrayFile, Format, chunks_of, cut, grid_tiles
+from mpimesh.store.array_formats import FORMATS, ArrayFile, Format
 from mpimesh.store.files import (
     agreeing,
     as_store_error,
@@ -46,6 +46,7 @@ from mpimesh.store.files import (
     remove,
     temporary_beside,
 )
+from mpimesh.store.grids import chunks_of, cut, grid_tiles
 
 __all__ = ["OpenedArray", "open_array", "save_array"]
 
@@ -150,7 +151,7 @@ def save_array(
         return
     extents = None
     with _alike(live, "save_array", f"write {path}") as facts:
-        place = _path(path)
+        place = _path(path).absolute()
         kind = _format_of(place, format, dataset=dataset, chunks=chunks)
         if mesh is not None and live is not mesh:
             raise LayoutError("x is on another mesh than mesh; leave mesh out")
@@ -170,7 +171,7 @@ def save_array(
     try:
         with agreeing(core, "save_array", f"write {place}") as names:
             if is_first:
-                place = _checked(place, kind)
+                _check_place(place, kind)
                 part = temporary_beside(place)
                 kind.create(part, place, shape, dtype, dataset, extents)
                 names.append(str(part))
@@ -180,6 +181,8 @@ def save_array(
         with agreeing(core, "save_array", f"write {place}"):
             if part is not None:
                 publish(part, place)
+                kind.remove(part)  # what was there before, if that is a folder
+                part = None
     finally:
         if file is not None:
             file.close()
@@ -599,23 +602,20 @@ def _chunks(chunks: object, shape: tuple[int, ...]) -> tuple[int, ...]:
     return found
 
 
-def _checked(path: Path, kind: Format) -> Path:
-    """Return where a file is to be: of a symbolic link, where it leads to.
+def _check_place(path: Path, kind: Format) -> None:
+    """Refuse a place for an array where something else is.
 
     Raises:
-        StoreError: If something else is there, or no folder for it.
+        StoreError: If so, or there is no folder for it.
     """
-    path = path.resolve()
     if not path.parent.is_dir():
         raise StoreError(f"cannot write {path}: there is no folder {path.parent}")
-    if kind.is_folder and path.exists() and not _is_zarr(path):
-        raise StoreError(f"cannot write {path}: what is there is no array of Zarr")
-    if not kind.is_folder and path.exists() and not path.is_file():
-        raise StoreError(f"cannot write {path}: what is there is no ordinary file")
-    return path
-
-
-def _is_zarr(path: Path) -> bool:
-    return (path / ".zarray").is_file() or (
-        (path / "zarr.json").is_file() and b'"array"' in (path / "zarr.json").read_bytes()
-    )
+    if path.is_symlink():
+        raise StoreError(
+            f"cannot write {path}: it is a link to {path.readlink()}, which would be replaced; "
+            "give the path of that, or remove the link"
+        )
+    if path.exists():
+        problem = kind.problem_of(path)
+        if problem:
+            raise StoreError(f"cannot write {path}: {problem}; give another path, or move it away")

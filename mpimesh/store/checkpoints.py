@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -15,15 +14,9 @@ from typing import Any, Self
 from mpimesh.arguments import as_flag, as_int
 from mpimesh.errors import DamagedError, StoreError
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
-from mpimesh.store.files import (
-    PART,
-    agreeing,
-    as_folder,
-    check_mesh,
-    sync,
-    temporary_beside,
-)
-from mpimesh.store.format import MANIFEST
+from mpimesh.store.drafts import clear_left, drop
+from mpimesh.store.files import agreeing, as_folder, check_mesh
+from mpimesh.store.format import MANIFEST, is_manifest, listed_files
 from mpimesh.store.loading import Verify, load
 from mpimesh.store.saving import FILE_BYTES, save, settle
 from mpimesh.trace.tracer import log
@@ -48,7 +41,7 @@ def steps_in(folder: Path) -> list[int]:
     Only those that were committed; it may still turn out that a file of one is damaged.
     """
     try:
-        names = [each.name for each in folder.iterdir() if (each / MANIFEST).is_file()]
+        names = [each.name for each in folder.iterdir() if is_manifest(each / MANIFEST)]
     except FileNotFoundError:
         return []
     return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
@@ -62,7 +55,8 @@ class Checkpoints:
     collective.
 
     A run that goes on from an older one leaves those of later steps behind: when it saves, these
-    are renamed, with a warning, to ``step-00000100.left``, and never loaded or removed.
+    are renamed, with a warning, to ``step-00000100.left``, and never loaded or removed. Of an older
+    one the files go that it was saved as, and its folder if nothing else is in it.
 
     Args:
         folder: Where they are, which all ranks can see; made if it is not there.
@@ -128,8 +122,7 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise StoreError(f"cannot keep checkpoints in {self.folder}: it cannot be written")
-        for left in self.folder.glob(f".step-*{PART}"):
-            shutil.rmtree(left, ignore_errors=True)
+        clear_left(self.folder, _NAME.pattern)
         self._known.update(self.steps)
 
     # -- what there is: local ----------------------------------------------------------------------
@@ -177,6 +170,7 @@ class Checkpoints:
             return False
         self._settle()
         path = self.path(step)
+        self._make_way(step)
         options: Any = {"mesh": self._mesh, "file_bytes": self._file_bytes}
         if self.wait:
             save(path, tree, **options)
@@ -276,10 +270,7 @@ class Checkpoints:
         later = self._known.intersection(step for step in self.steps if step > self._step)
         self._known = {step for step in self._known if step <= self._step} | {self._step}
         for step in sorted(later):
-            left = self.path(step).with_suffix(".left")
-            shutil.rmtree(left, ignore_errors=True)
-            with suppress(OSError):
-                self.path(step).rename(left)
+            left = self._set_aside(step)
             warnings.warn(
                 f"the checkpoint of step {step} is of a course that was left after step "
                 f"{self._step}: it is {left} now",
@@ -289,12 +280,34 @@ class Checkpoints:
         older = [step for step in self.steps if step < self._step]
         extra = 0 if self.keep is None else max(0, len(older) + 1 - self.keep)
         for step in older[:extra]:
-            path = self.path(step)
-            hidden = temporary_beside(path)  # nobody is to see half of it
-            with suppress(OSError):
-                path.rename(hidden)
-                sync(self.folder)
-                shutil.rmtree(hidden, ignore_errors=True)
+            with suppress(OSError):  # such as of a manifest that is damaged
+                drop(self.path(step))
+
+    def _set_aside(self, step: int) -> Path:
+        """Give the folder of a step a name that nothing has, and return it."""
+        path = self.path(step)
+        left, number = path.with_name(f"{path.name}.left"), 1
+        while os.path.lexists(left):
+            number += 1
+            left = path.with_name(f"{path.name}.{number}.left")
+        with suppress(OSError):
+            path.rename(left)
+        return left
+
+    def _make_way(self, step: int) -> None:
+        """Set aside a checkpoint of a step that is to be saved anew and cannot be replaced."""
+        manifest = self.path(step) / MANIFEST
+        try:
+            if self._is_first and is_manifest(manifest):
+                listed_files(manifest)
+        except DamagedError as error:
+            left = self._set_aside(step)
+            warnings.warn(
+                f"the checkpoint of step {step} is saved anew, and the one there is {left} now: "
+                f"{error}",
+                DamagedCheckpointWarning,
+                stacklevel=3,
+            )
 
     def _check_open(self, action: str) -> None:
         if self._closed:

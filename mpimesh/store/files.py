@@ -2,11 +2,13 @@
 
 Files of a checkpoint are written in a hidden folder beside the path. A new path gets that folder by
 one rename. Of a path with a checkpoint the folder of the data is brought there first, and then the
-manifest's name changes hands; so there is one whole checkpoint at each moment.
+manifest's name changes hands; so there is one whole checkpoint at each moment. Only files are
+removed that a manifest lists.
 
     PATH/manifest.json
     PATH/data-0123456789ab/00000-000.safetensors      the first file of rank 0
-    .PATH.0123456789ab.part/                          while it is written
+    .PATH.0123456789ab.part/manifest.json             while it is written: a list of its files
+    .PATH.0123456789ab.part/data-0123456789ab/...
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
 from typing import Any, TypeAlias
 from uuid import uuid4
@@ -37,7 +38,6 @@ from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore
 from mpimesh.runtime.world import current_world
 from mpimesh.store.format import (
-    MANIFEST,
     ArrayEntry,
     Manifest,
     Piece,
@@ -47,7 +47,9 @@ from mpimesh.store.format import (
 from mpimesh.store.parts import Value
 
 __all__ = [
+    "DATA",
     "PART",
+    "TOKEN_DIGITS",
     "Background",
     "DataFile",
     "Kinds",
@@ -57,10 +59,8 @@ __all__ = [
     "as_folder",
     "as_store_error",
     "check_mesh",
-    "check_target",
-    "commit",
     "data_folder",
-    "discard",
+    "is_seen",
     "manifest_of",
     "new_token",
     "publish",
@@ -74,13 +74,13 @@ __all__ = [
 PART = ".part"
 """The end of the names of files and folders that are being written."""
 
-_TOKEN_DIGITS = 12
+TOKEN_DIGITS = 12
 """Digits before that end, by which those of one name are told from those of a longer one."""
 
 _MOST_BYTES = 1 << 30  # a write of Linux ends at 2 GiB
 _CHUNK_BYTES = 1 << 20
 """Written at once: what was hashed is in the cache still."""
-_DATA = "data-"
+DATA = "data-"
 _SEEN_S, _NAP_S = 60.0, 0.05
 """A file system of a network may show on one node later what another one has written."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
@@ -180,7 +180,7 @@ def as_folder(path: object) -> Path:
 
 def new_token() -> str:
     """Return hexadecimal digits that no other save has. Local."""
-    return uuid4().hex[:_TOKEN_DIGITS]
+    return uuid4().hex[:TOKEN_DIGITS]
 
 
 def temporary_beside(path: Path, token: str = "") -> Path:
@@ -190,7 +190,17 @@ def temporary_beside(path: Path, token: str = "") -> Path:
 
 def data_folder(token: str) -> str:
     """Return the name of the folder with the files of a checkpoint."""
-    return f"{_DATA}{token}"
+    return f"{DATA}{token}"
+
+
+def is_seen(test: Callable[[], bool]) -> bool:
+    """Tell whether what another rank has written is seen here, once it is, or after a while."""
+    end_s = time.monotonic() + _SEEN_S
+    while not test():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(_NAP_S)
+    return True
 
 
 def sync(path: Path) -> None:
@@ -262,32 +272,6 @@ def replaced(path: Path) -> Iterator[Path]:
         raise as_store_error(error, f"write {path}") from error
     finally:
         remove(fresh)
-
-
-def check_target(path: Path) -> None:
-    """Refuse a path at which there is something else than a checkpoint, or that is no place.
-
-    Raises:
-        StoreError: If so.
-    """
-    if path.is_dir():
-        names = [each.name for each in path.iterdir()]
-        if MANIFEST not in names and not all(name.startswith(_DATA) for name in names):
-            raise StoreError(
-                f"{path} is a folder with other things in it, and no checkpoint: give another "
-                "path, or remove it"
-            )
-    elif path.exists() or path.is_symlink():
-        raise StoreError(f"{path} is a file; a checkpoint is a folder: give another path")
-
-
-def discard(path: Path) -> None:
-    """Remove what saves to a path have left behind that did not end."""
-    # The token keeps out what is written now for a longer name, as RUN.ema is beside RUN.
-    pattern = f".{escape(path.name)}.{'[0-9a-f]' * _TOKEN_DIGITS}{PART}"
-    with suppress(OSError):
-        for folder in [*path.parent.glob(pattern)]:
-            remove(folder)
 
 
 # -- one rank writes ------------------------------------------------------------------------------
@@ -380,10 +364,15 @@ class Writer(Background):
         self.digests: list[int] = []
 
     def _write_all(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._share and not is_seen(self._folder.is_dir):
+            raise StoreError(
+                f"{self._folder.parent.name}, which the first rank has made, is not there: save "
+                "to a folder that all nodes share, and no two jobs to the same"
+            )
         for file in self._share:
             self._write(file)
-        sync(self._folder)
+        if self._share:
+            sync(self._folder)
 
     def _write(self, file: DataFile) -> None:
         path = self._folder / file.name
@@ -451,55 +440,3 @@ def manifest_of(
         for name, row in sorted(pieces.items())
     }
     return Manifest(arrays, values, tree, tuple(files))
-
-
-def commit(manifest: Manifest, fresh: Path, path: Path, token: str) -> None:
-    """Make visible what all ranks have written; on an error nothing is seen, and it is removed.
-
-    Args:
-        manifest: The manifest.
-        fresh: The folder that was written.
-        path: The checkpoint's folder.
-        token: Ends the name of the folder of its data.
-    """
-    try:
-        text = manifest.text()
-        _check_seen(fresh, manifest)
-        if not path.is_dir() or not any(path.iterdir()):
-            with replaced(fresh / MANIFEST) as file:
-                file.write_bytes(text)
-            publish(fresh, path)
-            return
-        # One file's name changes hands, so that there is a whole checkpoint at each moment.
-        old = [each for each in path.glob(f"{_DATA}*") if each.is_dir()]
-        data = path / data_folder(token)
-        (fresh / data.name).rename(data)
-        try:
-            sync(path)
-            with replaced(path / MANIFEST) as file:
-                file.write_bytes(text)
-        except BaseException:
-            remove(data)
-            raise
-        for each in old:
-            remove(each)
-    finally:
-        remove(fresh)
-
-
-def _check_seen(folder: Path, manifest: Manifest) -> None:
-    """Return once all files that the ranks have written are seen here.
-
-    Raises:
-        StoreError: If some are not after a while, as where nodes have folders of their own.
-    """
-    end_s = time.monotonic() + _SEEN_S
-    for name, nbytes in manifest.files:
-        path = folder / name
-        while not path.is_file() or path.stat().st_size != nbytes:
-            if time.monotonic() > end_s:
-                raise StoreError(
-                    f"{name}, which another rank has written, is not seen by the first one: "
-                    "save to a folder that all nodes share"
-                )
-            time.sleep(_NAP_S)

@@ -33,6 +33,8 @@ __all__ = [
     "Tensor",
     "digest_of",
     "file_dtype",
+    "is_manifest",
+    "listed_files",
     "missing_in",
     "narrow_dtype",
     "parse_safetensors",
@@ -52,6 +54,9 @@ Tensor: TypeAlias = tuple[DType, tuple[int, ...], int]
 
 _VERSION = 1
 _BEGIN = re.compile(rb'\{"format":"mpimesh checkpoint",\s*"version":([0-9]{1,9}),')
+_BEGIN_BYTES = 128
+_FILES = b'"files":', b',\n"arrays":'
+"""What stands before and after the list of files; no text of JSON has a line's end."""
 _CHECKSUM = b',\n"xxh3_64":"%016x"}\n'
 _CHECKSUM_BYTES = len(_CHECKSUM % 0)
 _ALIGNMENT = 64
@@ -165,28 +170,57 @@ class Manifest:
             StoreError: If a newer mpimesh has written it.
             DTypeError: If an array has a dtype of ml_dtypes, which is not installed.
         """
-        begin = _BEGIN.match(text)
-        if begin is None:
-            raise DamagedError(
-                f"{name} is not the manifest of a checkpoint, or its beginning was lost; use "
-                "another checkpoint"
-            )
-        version = int(begin[1])
-        if version != _VERSION:
-            raise StoreError(
-                f"{name} has version {version} of the format, and this mpimesh reads {_VERSION}: "
-                "load it with the mpimesh that has written it, or a newer one"
-            )
-        body = text[:-_CHECKSUM_BYTES]
-        if text[-_CHECKSUM_BYTES:] != _CHECKSUM % digest_of(body):
-            raise DamagedError(
-                f"{name} was cut off or changed since it was written: its checksum is not that of "
-                "its text; use another checkpoint"
-            )
+        _check_text(text, name)
         try:
             return _manifest_from_json(_loads(text))
         except _WrongError as problem:
             raise DamagedError(f"{name} is damaged: {problem}; use another checkpoint") from None
+
+
+def _check_text(text: bytes, name: str) -> None:
+    """Refuse what is no manifest, or is not as it was written; see :meth:`Manifest.parse`."""
+    begin = _BEGIN.match(text)
+    if begin is None:
+        raise DamagedError(
+            f"{name} is not the manifest of a checkpoint, or its beginning was lost; use another "
+            "checkpoint"
+        )
+    version = int(begin[1])
+    if version != _VERSION:
+        raise StoreError(
+            f"{name} has version {version} of the format, and this mpimesh reads {_VERSION}: load "
+            "it with the mpimesh that has written it, or a newer one"
+        )
+    if text[-_CHECKSUM_BYTES:] != _CHECKSUM % digest_of(text[:-_CHECKSUM_BYTES]):
+        raise DamagedError(
+            f"{name} was cut off or changed since it was written: its checksum is not that of its "
+            "text; use another checkpoint"
+        )
+
+
+def is_manifest(path: Path) -> bool:
+    """Tell whether a file begins as the manifest of a checkpoint, damaged or not. Local."""
+    try:
+        with path.open("rb") as file:
+            return _BEGIN.match(file.read(_BEGIN_BYTES)) is not None
+    except OSError:
+        return False
+
+
+def listed_files(path: Path) -> tuple[str, ...]:
+    """Return the names of the files that a manifest lists, without reading all of it. Local.
+
+    Raises:
+        OSError: If it cannot be read.
+        StoreError: If it is no manifest, or not as it was written.
+    """
+    text = path.read_bytes()
+    _check_text(text, str(path))
+    begin, end = text.find(_FILES[0]), text.find(_FILES[1])
+    try:
+        return tuple(name for name, _ in _loads(b"{%b}" % text[begin:end])["files"])
+    except (_WrongError, KeyError, TypeError, ValueError):
+        raise DamagedError(f"{path} is damaged: its list of files cannot be read") from None
 
 
 def digest_of(data: bytes | memoryview) -> int:

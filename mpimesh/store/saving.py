@@ -43,6 +43,7 @@ from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore
+from mpimesh.store.drafts import Draft, check_target
 from mpimesh.store.files import (
     Background,
     DataFile,
@@ -52,13 +53,9 @@ from mpimesh.store.files import (
     agreeing,
     as_folder,
     check_mesh,
-    check_target,
-    commit,
     data_folder,
-    discard,
     manifest_of,
     new_token,
-    remove,
     temporary_beside,
 )
 from mpimesh.store.parts import Value
@@ -127,7 +124,8 @@ def save(
     names of its parameters in the models of the same tree.
 
     Args:
-        path: The folder, which all ranks can see. It may hold a checkpoint, which is replaced.
+        path: The folder, which all ranks can see. It may hold a checkpoint, which is replaced: the
+            files that its manifest lists; what else is in it stays.
         tree: Dicts, lists and tuples, in each other, of: arrays of NumPy, CuPy or PyTorch,
             `DTensor`; None, truth values, numbers, texts and bytes; models, layers and optimizers,
             PyTorch's, too; generators of NumPy; other objects with `state_dict` and
@@ -298,27 +296,31 @@ def _part(flat: Flat, name: str, box: Box) -> Array:
 
 def _save_alone(path: Path, flat: Flat, file_bytes: int) -> None:
     """Save what one process has, without MPI."""
-    check_target(path)
     shares, kinds = plan_shares([_described(flat)], file_bytes)
     token = new_token()
-    fresh, data = temporary_beside(path, token), data_folder(token)
-    discard(path)
-    writer = Writer(fresh / data, shares[0], partial(_part, flat))
-    writer.run()
-    problem = writer.problem
-    if not problem:
-        digests = [writer.digests]
-        manifest = manifest_of(shares, kinds, data, digests, flat.structure, flat.values)
-        end = Background(partial(commit, manifest, fresh, path, token))
-        end.run()
-        problem = end.problem
+    draft, data = Draft(path, token, _names(shares)), data_folder(token)
+    try:
+        writer = Writer(draft.fresh / data, shares[0], partial(_part, flat))
+        writer.run()
+        problem = writer.problem
+        if not problem:
+            digests = [writer.digests]
+            manifest = manifest_of(shares, kinds, data, digests, flat.structure, flat.values)
+            end = Background(partial(draft.commit, manifest))
+            end.run()
+            problem = end.problem
+    finally:
+        draft.close()
     if problem:
-        remove(fresh)
-        raise _failed(path, problem)
+        raise StoreError(_failed(path, problem))
 
 
-def _failed(path: Path, problem: str) -> StoreError:
-    return StoreError(f"cannot save to {path}: {problem}; what was there before is as it was")
+def _names(shares: Sequence[Share]) -> list[str]:
+    return [file.name for share in shares for file in share]
+
+
+def _failed(path: Path, problem: str) -> str:
+    return f"cannot save to {path}: {problem}; what was there before is as it was"
 
 
 # -- together -------------------------------------------------------------------------------------
@@ -367,16 +369,22 @@ def _start(
     alike = len({row[1] for row in rows}) == 1
     values = flat.values if alike else _union(core, what, flat, copies)
     source: Callable[[str, Box], Array] = partial(_part, flat)
-    # Others may change what this rank reads, where they see the same memory.
-    with agreeing(core, what, what):
-        if copy:
-            memory = _copied(core, plan, flat)
-            source = lambda name, box: memory[name, box]  # noqa: E731
-        if core.rank == 0:
-            discard(path)
+    draft: Draft | None = None
+    try:
+        # Others may change what this rank reads, where they see the same memory.
+        with agreeing(core, what, what):
+            if core.rank == 0:
+                draft = Draft(path, token, _names(plan.shares))
+            if copy:
+                memory = _copied(core, plan, flat)
+                source = lambda name, box: memory[name, box]  # noqa: E731
+    except BaseException:
+        if draft is not None:
+            draft.close()
+        raise
     writer = Writer(temporary_beside(path, token) / data_folder(token), plan.mine, source)
     writer.start()
-    steps = _steps(core, plan, writer, flat, values, path, token)
+    steps = _steps(core, plan, writer, flat, values, path, token, draft)
     nbytes = sum(file.nbytes for file in plan.mine)
     log(logging.INFO, core.world_rank, "saving %s, of it %s", path, size_text(nbytes))
     call = Call("save", core.name, rule=str(path))
@@ -531,43 +539,48 @@ def _steps(
     values: Mapping[str, Value],
     path: Path,
     token: str,
+    draft: Draft | None,
 ) -> Steps:
     """Wait for the writers of all ranks, commit, and learn how it went."""
-    communicator = core.communicator
-    yield _ended(core, writer)
-    fresh, answer = temporary_beside(path, token), np.zeros(_NOTE_BYTES, np.uint8)
-    problem = ""
-    mine = _row(plan.mine)
-    mine[: 8 * len(writer.digests)] = np.array(writer.digests, np.uint64).view(np.uint8)
-    _write_note(mine[-_NOTE_BYTES:], writer.problem)
-    if core.rank:
-        yield communicator.isend(mine, 0, _TAG)
-        yield _from_others(core, communicator.irecv(answer, 0, _TAG))
-        problem = _note(answer)
-    else:
-        rows = [mine, *map(_row, plan.shares[1:])]
-        others = islice(enumerate(rows), 1, None)
-        receives = [communicator.irecv(row, rank, _TAG) for rank, row in others]
-        yield _from_others(core, all_done(*receives))
-        notes = {rank: note for rank, row in enumerate(rows) if (note := _note(row[-_NOTE_BYTES:]))}
-        if notes:
-            note = next(iter(notes.values()))
-            problem = f"{note} on {rank_names([core.ranks[each] for each in notes])}"
-            remove(fresh)
+    communicator, answer = core.communicator, np.zeros(_NOTE_BYTES, np.uint8)
+    try:
+        yield _ended(core, writer)
+        mine = _row(plan.mine)
+        mine[: 8 * len(writer.digests)] = np.array(writer.digests, np.uint64).view(np.uint8)
+        _write_note(mine[-_NOTE_BYTES:], writer.problem)
+        if draft is None:
+            yield communicator.isend(mine, 0, _TAG)
+            yield _from_others(core, communicator.irecv(answer, 0, _TAG))
         else:
-            digests = [row[:-_NOTE_BYTES].view(np.uint64).tolist() for row in rows]
-            data = data_folder(token)
-            manifest = manifest_of(plan.shares, plan.kinds, data, digests, flat.structure, values)
-            end = Background(partial(commit, manifest, fresh, path, token))
-            end.start()
-            yield _ended(core, end)
-            problem = end.problem and f"{end.problem} on rank {core.ranks[0]}"
-        _write_note(answer, problem)
-        yield all_done(
-            *[communicator.isend(answer, rank, _TAG) for rank in range(1, communicator.size)]
-        )
+            rows = [mine, *map(_row, plan.shares[1:])]
+            others = islice(enumerate(rows), 1, None)
+            receives = [communicator.irecv(row, rank, _TAG) for rank, row in others]
+            yield _from_others(core, all_done(*receives))
+            texts = [_note(row[-_NOTE_BYTES:]) for row in rows]
+            odd = [core.ranks[rank] for rank, text in enumerate(texts) if text]
+            if odd:
+                problem = draft.lost or f"{next(filter(None, texts))} on {rank_names(odd)}"
+                draft.close()
+            else:
+                digests = [row[:-_NOTE_BYTES].view(np.uint64).tolist() for row in rows]
+                data = data_folder(token)
+                manifest = manifest_of(
+                    plan.shares, plan.kinds, data, digests, flat.structure, values
+                )
+                end = Background(partial(draft.commit, manifest))
+                end.start()
+                yield _ended(core, end)
+                problem = end.problem and f"{end.problem} on rank {core.ranks[0]}"
+            _write_note(answer, problem and _failed(path, problem))
+            yield all_done(
+                *[communicator.isend(answer, rank, _TAG) for rank in range(1, communicator.size)]
+            )
+    finally:
+        if draft is not None:
+            draft.close()
+    problem = _note(answer)
     if problem:
-        raise on_all_ranks(_failed(path, problem))
+        raise on_all_ranks(StoreError(problem))
     return path
 
 

@@ -237,17 +237,17 @@ def test_a_killed_job_goes_on_from_what_was_saved(launch, train, tmp_path):
     command = [*TINY, "--checkpoint", str(saved), "--checkpoint-steps", "1"]
     program = f"""
 import os, runpy, sys
-from mpimesh.store import files, saving
+from mpimesh.store import drafts
 sys.argv = ["train_gpt.py", "--mesh", "tp=2", *sys.argv[1:]]
 sys.path.insert(0, {str(EXAMPLES)!r})
 
-def killed(manifest, fresh, path, token):
-    if path.name == "step-00000003":
-        (fresh / "manifest.json").write_bytes(manifest.text()[:100])
+def killed(draft, manifest):
+    if draft.path.name == "step-00000003":
+        (draft.fresh / "manifest.json.next").write_bytes(manifest.text()[:100])
         os.kill(os.getpid(), 9)
-    files.commit(manifest, fresh, path, token)
+    commit(draft, manifest)
 
-saving.commit = killed
+commit, drafts.Draft.commit = drafts.Draft.commit, killed
 runpy.run_path({str(EXAMPLES / "train_gpt.py")!r}, run_name="__main__")
 """
     result = launch(2, ["-c", program, *command])

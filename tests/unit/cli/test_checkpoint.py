@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 import mpimesh as mm
 from mpimesh.cli import app
 from mpimesh.cli.checkpoint import export, problems_of
+from mpimesh.errors import StoreError
 from mpimesh.store.files import PART
 from mpimesh.store.format import MANIFEST, ArrayEntry, Manifest, Piece, digest_of, read_manifest
-from tests.helpers.raises import names
+from tests.helpers.raises import names, raises
 
 ARRAYS = {
     "weight": np.random.default_rng(0).random((6, 4)).astype(np.float32),
@@ -213,3 +214,18 @@ def test_no_mpi_is_started(folder):
     )
     command = [sys.executable, "-c", program, str(folder / "step-00000100")]
     subprocess.run(command, check=True, timeout=60)
+
+
+def test_an_export_replaces_no_file_of_others(tmp_path):
+    mm.save(tmp_path / "a", {"x": np.ones(2)})
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(notes)
+    folder, manifest = read_manifest(tmp_path / "a")
+    for out in (notes, link):
+        with raises(StoreError, out, "another name"):
+            export(folder, manifest, {"x": "x"}, out)
+    assert notes.read_text() == "mine"
+    for _ in range(2):
+        export(folder, manifest, {"x": "x"}, tmp_path / "out.safetensors")

@@ -27,7 +27,7 @@ from mpimesh.errors import (
     StoreError,
 )
 from mpimesh.store import open_array, save_array
-from mpimesh.store.array_formats import chunks_of, cut, grid_tiles
+from mpimesh.store.grids import chunks_of, cut, grid_tiles
 from tests.helpers.depth import examples
 from tests.helpers.dtensor_check import on
 from tests.helpers.raises import raises

@@ -11,15 +11,13 @@ import pytest
 import mpimesh as mm
 from mpimesh.errors import DamagedError, DTypeError, StoreError
 from mpimesh.store import parts
-from mpimesh.store.files import temporary_beside
+from tests.helpers.drafts import left_by_a_kill
 from tests.helpers.raises import raises
 
 
 def test_a_save_leaves_alone_what_is_written_for_a_longer_name(tmp_path: Path) -> None:
-    other = temporary_beside(tmp_path / "run.ema")
-    own = temporary_beside(tmp_path / "run")
-    other.mkdir()
-    own.mkdir()
+    other = left_by_a_kill(tmp_path / "run.ema")
+    own = left_by_a_kill(tmp_path / "run")
     mm.save(tmp_path / "run", {"x": np.ones(2)})
     assert other.is_dir()
     assert not own.exists()

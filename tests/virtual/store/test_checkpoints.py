@@ -15,6 +15,7 @@ import pytest
 import mpimesh as mm
 from mpimesh.errors import DamagedError, StoreError
 from mpimesh.store import DamagedCheckpointWarning, LeftCheckpointWarning
+from tests.helpers.drafts import left_by_a_kill
 from tests.helpers.parallel_models import on_ranks
 from tests.helpers.raises import raises
 
@@ -116,7 +117,15 @@ def test_a_damaged_one_is_stepped_over(tmp_path, how):
 
     counts = on_ranks("dp=1", load)
     assert counts == [how != "no manifest"]
-    run(folder, range(1, 6), keep=None)  # the damaged one is replaced
+    if how == "no manifest":
+        with raises(StoreError, "step-00000004", "no checkpoint"):
+            run(folder, range(1, 6), keep=None)
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(folder, range(1, 6), ranks=1, keep=None)  # the damaged one is replaced
+    aside = [str(each.message) for each in caught if "step-00000004.left" in str(each.message)]
+    assert len(aside) == (how == "manifest") == (folder / "step-00000004.left").exists()
     assert on_ranks("dp=1", lambda mesh: mm.Checkpoints(folder, mesh).steps) == [[1, 2, 3, 4, 5]]
     for step in range(1, 6):
         damage(folder / f"step-{step:08}", "flipped")
@@ -164,9 +173,7 @@ def test_without_mpi(tmp_path):
 def test_what_was_not_finished_goes(tmp_path):
     folder = tmp_path / "run"
     run(folder, range(1, 2))
-    left = folder / ".step-00000002.0123456789ab.part" / "data-0123456789ab"
-    left.mkdir(parents=True)
-    (left / "00000-000.safetensors").write_text("half")
+    left_by_a_kill(folder / "step-00000002")
     (folder / "mine.txt").write_text("not ours")
     run(folder, range(1, 2))
     assert sorted(each.name for each in folder.iterdir()) == ["mine.txt", "step-00000001"]

@@ -18,6 +18,7 @@ from mpimesh import nn
 from mpimesh.errors import DamagedError, DTypeError, MismatchError, ShapeError, StoreError
 from mpimesh.store import files, loading
 from tests.helpers.depth import examples
+from tests.helpers.drafts import left_by_a_kill
 from tests.helpers.parallel_models import on_ranks
 from tests.helpers.raises import raises
 
@@ -444,10 +445,10 @@ def test_a_checkpoint_is_replaced_at_once(tmp_path):
         assert mm.load(path)[0].tolist() == [number] * 5
         assert len([*path.iterdir()]) == 2
         assert [*tmp_path.iterdir()] == [path]
-    (tmp_path / ".a.0123456789ab.part").mkdir()  # of a job that was killed
-    (tmp_path / ".ab.0123456789ab.part").mkdir()  # somebody else's
+    left_by_a_kill(path)
+    (tmp_path / ".a.0123456789ab.part").mkdir()  # nobody knows whose
     mm.save(path, [1])
-    assert sorted(each.name for each in tmp_path.iterdir()) == [".ab.0123456789ab.part", "a"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".a.0123456789ab.part", "a"]
 
 
 @pytest.mark.parametrize("wait", [True, False])
