@@ -54,6 +54,7 @@ from mpimesh.settings import Settings
 __all__ = [
     "BETWEEN_NODES",
     "IN_NODE",
+    "KNOWN",
     "PROCESS_PROBE",
     "ChildProcess",
     "ChildResult",
@@ -62,6 +63,7 @@ __all__ = [
     "has_cupy",
     "key_facts",
     "needed_ways",
+    "pair_is_proven",
     "probe_in_children",
     "read_results",
     "write_results",
@@ -107,6 +109,8 @@ class CudaAwareProbe:
         self._limit_s = limit_s
         self._key: dict[str, str] = {}
         self._found_here: dict[str, dict[str, ProbeResult]] = {}
+        self._agreed: dict[str, ProbeResult] = {}
+        """About messages, by way; other ranks may have tried it."""
         self.notes: list[str] = []
 
     def steps(
@@ -150,12 +154,28 @@ class CudaAwareProbe:
             own[way] = yield from self._find(key, operations, way, fresh=fresh)
         fields = {way: _to_fields(results) for way, results in own.items()}
         texts = yield from _gather_texts(communicator, json.dumps(fields))
-        found = [_from_fields(json.loads(texts[rank])[way]) for rank in leaders for way in ways]
-        # For each operation the first no, else the first yes.
-        return {
-            operation: min((results[operation] for results in found), key=lambda r: r.usable)
-            for operation in operations
-        }
+        found = [json.loads(texts[rank]) for rank in leaders]
+        shared: dict[str, ProbeResult] = {}
+        for way in ways:
+            each = [_from_fields(of_leader[way]) for of_leader in found]
+            results = {name: _first_no(*(one[name] for one in each)) for name in operations}
+            if "messages" in results:
+                self._agreed[way] = results["messages"]
+            shared = {name: _first_no(shared.get(name, r), r) for name, r in results.items()}
+        return shared
+
+    def known(self) -> HostArray:
+        """Return a :data:`KNOWN`: what this process knows about messages. Local; tries nothing."""
+        known, forced = np.zeros(1, KNOWN), _forced()
+        if forced is None:
+            self._key = self._key or key_facts()
+        known["place"], known["forced"] = _place(), forced is not None
+        for column, way in enumerate((IN_NODE, BETWEEN_NODES)):
+            result = forced or self._agreed.get(way)
+            if result is None:
+                result = read_results(self._key, way, self._folder)[0].get("messages")
+            known["usable"][0, column] = result is not None and result.usable
+        return known
 
     def run(
         self,
@@ -204,6 +224,30 @@ def _forced() -> ProbeResult | None:
 
 IN_NODE, BETWEEN_NODES = "in a node", "between nodes"
 """Ways of MPI: through memory that ranks share, or by its network."""
+
+
+KNOWN = np.dtype([("place", np.int64, 3), ("usable", np.bool_, 2), ("forced", np.bool_)])
+"""What a process knows about messages of device memory by MPI: its node, its GPU and how many it
+sees; whether the proof is there in a node, and between nodes; whether both are the user's word."""
+
+
+def pair_is_proven(mine: Any, theirs: Any) -> bool:
+    """Tell of two processes whether they may send each other device memory by MPI.
+
+    Args:
+        mine: A :data:`KNOWN`.
+        theirs: Another process's.
+    """
+    both = mine["usable"] & theirs["usable"]
+    if mine["forced"] and theirs["forced"]:
+        return bool(both.all())
+    ways, why_not = needed_ways([mine["place"].tolist(), theirs["place"].tolist()])
+    return not why_not and all(both[(IN_NODE, BETWEEN_NODES).index(way)] for way in ways)
+
+
+def _first_no(*results: ProbeResult) -> ProbeResult:
+    """Return the first no, else the first yes."""
+    return min(results, key=lambda result: result.usable)
 
 
 def needed_ways(places: Sequence[Sequence[int]]) -> tuple[list[str], str]:

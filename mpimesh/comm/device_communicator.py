@@ -8,7 +8,10 @@ do with this array and this peer, and writes it into a header; the receiver foll
 nothing needs to be sent: the header carries the array's descriptor, and the receiver copies from
 the sender's memory straight into its own, one read and one write on the device. The sender's array
 belongs to the message until the receiver has replied that the copy is done. An offer may be
-declined, and is not made to that peer again. Messages of one source, destination and tag queue on a
+declined, and is not made to that peer again. Where memory cannot be read in place and the ranks
+have not agreed about CUDA-aware MPI in a collective, the first message to a peer asks: header and
+reply say what each of the two knows of its proof, and both draw the same conclusion. Messages of
+one source, destination and tag queue on a
 chain, so that header and data of one never meet those of another. Their tags are above those of
 host memory.
 """
@@ -33,7 +36,7 @@ from mpimesh.comm.cuda_ipc import (
     one_shot_bytes,
     process_key,
 )
-from mpimesh.comm.cuda_probe import ProbeResult
+from mpimesh.comm.cuda_probe import KNOWN, PROCESS_PROBE, ProbeResult, pair_is_proven
 from mpimesh.comm.device_strategy import (
     PARAMETERS,
     Collective,
@@ -377,8 +380,8 @@ def _converted(strategy: DeviceStrategy, what: Collective) -> Steps:
 _FIRST_TAG = 1 << 15
 _REPLY_TAG = 1 << 16
 _LAST_TAG = _REPLY_TAG + _FIRST_TAG - 1
-_STAGED, _DIRECT, _OFFERED = 0, 1, 2
-_HEADER = np.dtype([("nbytes", np.int64), ("way", np.int64), ("array", DESCRIPTOR)])
+_STAGED, _DIRECT, _OFFERED, _ASKED = 0, 1, 2, 3
+_HEADER = np.dtype([("nbytes", np.int64), ("way", np.int64), ("array", DESCRIPTOR), ("mpi", KNOWN)])
 
 
 class DeviceMessages:
@@ -412,6 +415,8 @@ class DeviceMessages:
         self._imports = ImportedMemory(process=self._process)
         self._reads = 0
         self._declined: set[int] = set()
+        self._answers: dict[int, bool] = {}
+        """Of peers that were asked whether they and this rank may give device memory to MPI."""
 
     def isend(self, buffer: Array, dest: int, tag: int) -> Request:
         """Send `buffer`."""
@@ -435,6 +440,10 @@ class DeviceMessages:
     def _start(self, chain: tuple[object, ...], make: Callable[[], Steps]) -> StagedRequest:
         return self._engine.stage(chain, self._stream.run(make))
 
+    @property
+    def _may_be_direct(self) -> bool:
+        return "mpi_cuda" in self._allowed and self._host.kind == "mpi"
+
     # -- the sender ----------------------------------------------------------------------
 
     def _send(self, data: Array, dest: int, tag: int) -> Steps:
@@ -443,8 +452,11 @@ class DeviceMessages:
             descriptor = export_array(data, process=self._process)
             if descriptor["nbytes"] >= 0:
                 header["array"], way = descriptor, _OFFERED
-        if way == _STAGED and "mpi_cuda" in self._allowed and self._direct():
-            way = _DIRECT
+        if way == _STAGED and data.size and self._may_be_direct:
+            if self._direct() or self._answers.get(dest):
+                way = _DIRECT
+            elif dest not in self._answers:
+                way, header["mpi"] = _ASKED, PROCESS_PROBE.known()
         header["nbytes"], header["way"] = data.size, way
         if way == _OFFERED:
             yield self._stream.reached()  # the receiver reads as soon as it knows
@@ -456,6 +468,11 @@ class DeviceMessages:
                 return
             self._declined.add(dest)
             way = _STAGED
+        if way == _ASKED:
+            known = np.zeros(1, KNOWN)
+            yield self._host.irecv(known.view(np.uint8), dest, _REPLY_TAG + tag)
+            self._answers[dest] = pair_is_proven(header["mpi"][0], known[0])
+            way = _DIRECT if self._answers[dest] else _STAGED
         if way == _DIRECT:
             data = plain_copy(data, self._stream)
             yield self._stream.reached()
@@ -486,6 +503,10 @@ class DeviceMessages:
             yield self._host.isend(reply, source, _REPLY_TAG + tag)
             if not accepted:
                 way = _STAGED
+        if way == _ASKED:
+            known = PROCESS_PROBE.known() if self._may_be_direct else np.zeros(1, KNOWN)
+            yield self._host.isend(known.view(np.uint8), source, _REPLY_TAG + tag)
+            way = _DIRECT if pair_is_proven(known[0], header["mpi"][0]) else _STAGED
         if way == _DIRECT:
             plain = data if is_plain(data) else plain_empty(data)
             yield self._stream.reached()

@@ -657,6 +657,8 @@ class TrainingEngine:
             if rank in place_of
         }
         self.links.borrow(rows, library)
+        if library is not np and self.pipe.size > 1:
+            self.pipe._core.side(library).prepare()  # a pipe may have no collective that does it
         return library
 
     def _rule(self, options: Options) -> str:

@@ -7,8 +7,15 @@ import sys
 import numpy as np
 import pytest
 
-from mpimesh.comm import ProgressEngine
-from mpimesh.comm.cuda_probe import ProbeResult
+from mpimesh.comm import ProgressEngine, cuda_probe
+from mpimesh.comm.cuda_probe import (
+    BETWEEN_NODES,
+    IN_NODE,
+    PROCESS_PROBE,
+    ProbeResult,
+    key_facts,
+    write_results,
+)
 from mpimesh.comm.cuda_probe_child import OPERATIONS
 from mpimesh.comm.device_communicator import DeviceCommunicator, device_communicator
 from mpimesh.comm.device_strategy import PARAMETERS
@@ -169,6 +176,47 @@ def test_messages(communicator, monkeypatch, word):
         finish(communicator, *receives, *sends)
         for k, room in enumerate(rooms):
             same(room, numbers(before, 7 + k, "f8"))
+    dev_comm.free()
+
+
+@pytest.mark.nprocs(2, 3)
+@pytest.mark.parametrize("words", [("yes", "yes"), ("yes", "no"), ("no", "yes")])
+def test_messages_of_a_group_without_collectives(communicator, monkeypatch, words):
+    """Each pair finds out for itself, and what one of the two may not, neither does."""
+    given_kinds(monkeypatch, communicator, kinds := set())
+    n, me = communicator.size, communicator.rank
+    monkeypatch.setenv("MPIMESH_CUDA_AWARE", words[min(me, 1)])
+    dev_comm = DeviceCommunicator(communicator)
+    for turn in range(3):
+        if me == 0:
+            finish(communicator, dev_comm.isend(device(numbers(turn, 9, "f8")), n - 1, 3))
+        elif me == n - 1:
+            room = nonsense(9, "f8")
+            finish(communicator, dev_comm.irecv(room, 0, 3))
+            same(room, numbers(turn, 9, "f8"))
+    assert bool(kinds) == (words == ("yes", "yes") and me in (0, n - 1))
+    dev_comm.free()
+
+
+@pytest.mark.nprocs(2)
+@pytest.mark.parametrize("way", [IN_NODE, BETWEEN_NODES])
+def test_a_pair_uses_what_is_kept_for_its_way_alone(communicator, monkeypatch, tmp_path, way):
+    """As after `mpimesh doctor`: nothing is tried for a message."""
+    monkeypatch.delenv("MPIMESH_CUDA_AWARE", raising=False)
+    monkeypatch.setattr(PROCESS_PROBE, "_folder", tmp_path)
+    monkeypatch.setattr(PROCESS_PROBE, "_key", key_facts())
+    monkeypatch.setattr(PROCESS_PROBE, "_agreed", {})
+    monkeypatch.setattr(cuda_probe, "node_key", lambda: 100 + communicator.rank)  # two nodes
+    proof = {"messages": ProbeResult(True, "moved right")}
+    write_results(PROCESS_PROBE._key, way, proof, tmp_path)
+    given_kinds(monkeypatch, communicator, kinds := set())
+    dev_comm = DeviceCommunicator(communicator)
+    if communicator.rank == 0:
+        finish(communicator, dev_comm.isend(device(numbers(0, 9, "f8")), 1, 3))
+    else:
+        finish(communicator, dev_comm.irecv(room := nonsense(9, "f8"), 0, 3))
+        same(room, numbers(0, 9, "f8"))
+    assert bool(kinds) == (way == BETWEEN_NODES)
     dev_comm.free()
 
 
