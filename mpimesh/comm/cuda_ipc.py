@@ -3,18 +3,23 @@
 CUDA gives a handle for a whole allocation, and whoever opens it gets the address of its beginning.
 CuPy's pool cuts arrays out of larger allocations, so what travels is the handle and the array's
 offset from the beginning, which the driver tells. Memory of the asynchronous pool, managed memory
-and memory that CuPy does not own have no such handle, or none that can be relied on. Opening costs
-tens of microseconds, so opened allocations stay open, the least used ones up to a limit. Within
-one process, as between virtual ranks, an address is an address.
+and memory that CuPy does not own have no such handle, or none that can be relied on. Within one
+process, as between virtual ranks, an address is an address.
+
+What others have open must not be freed: CUDA leaves undefined what happens then. A program's memory
+may be freed as soon as the operation is over, so it is open as long as that only. Opening and
+closing costs tens of microseconds, so small arrays, and those without a handle, are copied to
+buffers of mpimesh's own, which stay open: they are used again and never freed.
 
 An operation meets twice. First every rank publishes where its arrays lie, after recording an event
 that its stream reaches when they are ready: whoever knows the address lets its own stream wait for
 that event, on the device. Then every rank reads what it needs, records a second event, and
 acknowledges: the streams wait for all of these before anybody may write what others read. The
-events are CUDA's interprocess events; a later operation records them again only after all ranks
+events are CUDA's interprocess events, kept to the end of the process, for a rank may yet wait for
+those of one that has left; a later operation records them again only after all ranks
 have let their streams wait for them, because it starts after the second meeting. A rank that cannot
-open what another one has published reads nothing, but meets the others again, and then all ranks
-raise the same error.
+open what another one has published, or has no memory of its own to publish, reads nothing, but
+meets the others again, and then all ranks raise the same error.
 
 All-reduce, n bytes and N ranks:
 
@@ -32,14 +37,13 @@ import ctypes
 import os
 import socket
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from threading import RLock
+from types import ModuleType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -52,6 +56,7 @@ from mpimesh.comm.device_strategy import (
     DeviceStrategy,
     agree,
     is_plain,
+    plain_copy,
     steps_in,
 )
 from mpimesh.comm.engine import Steps
@@ -60,11 +65,15 @@ from mpimesh.errors import TransportError
 from mpimesh.layout.boxes import even_sizes
 
 __all__ = [
+    "COPIED_BYTES",
     "DESCRIPTOR",
     "CudaIpc",
+    "ExportedMemory",
     "ImportedMemory",
     "address_range",
+    "array_at",
     "export_array",
+    "exported_memory",
     "gpu_key",
     "node_key",
     "one_shot",
@@ -79,27 +88,34 @@ DESCRIPTOR = np.dtype(
         ("device", np.int64),
         ("address", np.int64),
         ("offset", np.int64),
-        ("allocated", np.int64),
         ("nbytes", np.int64),
+        ("lasting", np.bool_),
         ("handle", np.uint8, 64),
     ]
 )
-"""Where an array lies: what another process needs to read it. `nbytes` is -1 where it cannot.
+"""Where an array lies: what another process needs to read it. `nbytes` is -1 where it cannot, and
+-2 if the rank has failed before it could publish it.
 
-`device` is the GPU's number in that process. `allocated` is the size in bytes of the whole
-allocation, which begins at ``address - offset``.
+`lasting` memory is never freed and may stay open. `device` is the GPU's number in that process.
+The allocation begins at ``address - offset``.
 """
+
+_NO_HANDLE, _FAILED = -1, -2
 
 _EVENT_NAMES = ("ready", "read")
 
 _EVENT = np.dtype([("process", np.int64), ("pointer", np.int64), ("handle", np.uint8, 64)])
 """Fields that another process needs to open an event; within one process, its pointer."""
 
-_MAX_OPEN = 128
+COPIED_BYTES = 1 << 20
+"""Up to here a copy costs less than opening and closing."""
+_SMALLEST_BUFFER = 2 << 20
+"""Smaller ones may lie in one allocation of CUDA's with memory that was not meant to be seen."""
 _ENABLED_ALREADY = 704
 """CUDA's answer if kernels may read the other GPU's memory already."""
 
-_TRIAL_NUMBERS = 4
+_TRIAL_NUMBERS = 4, COPIED_BYTES // 8 + 4
+"""Of a small array, which is copied to a buffer, and of one that is read where it lies."""
 _CANNOT_OPEN = "cannot open the memory of the others"
 
 
@@ -139,8 +155,10 @@ class CudaIpc(DeviceStrategy):
         self._events = _IpcEvents(process=process)
         self._process = process
         self._imports = ImportedMemory(process=process)
-        self._allocated: dict[int, int] = {}
+        self._open: list[int] = []
+        self._exports = exported_memory(self.cupy)
         self._buffers: dict[int, int] = {}
+        self._outgrown: list[int] = []
 
     @classmethod
     def find(cls, host: Communicator, *, process: int | None = None) -> Steps:
@@ -174,7 +192,8 @@ class CudaIpc(DeviceStrategy):
         if strategy is not None:
             problem = strategy._events.open(rows.view(_EVENT).reshape(host.size, -1), host.rank)
             with strategy.stream.current():
-                sample = strategy.cupy.full(_TRIAL_NUMBERS, host.rank + 1, np.int64)
+                filled = strategy.cupy.full(_TRIAL_NUMBERS[1], host.rank + 1, np.int64)
+                sample = plain_copy(filled, strategy.stream)
             if strategy._descriptor(sample)["nbytes"] < 0:
                 problem = "the memory of CuPy's pool has no handle that other processes can open"
         problem = yield from agree(host, problem, _CANNOT_OPEN)
@@ -187,20 +206,21 @@ class CudaIpc(DeviceStrategy):
 
     def _try(self, sample: Array) -> Steps:
         """Read the samples of all ranks; the steps' value is what was wrong."""
-        copies = self.cupy.empty((self.size, sample.size), np.int64)
-        arguments = sample, copies.reshape(-1), [sample.size] * self.size
-        try:
-            yield from self.steps(Collective.of("all_gather", self.rank, self.size, *arguments))
-        except TransportError as error:
-            return str(error.__cause__ or error)
-        yield self.stream.reached()
-        expected = [[rank + 1] * sample.size for rank in range(self.size)]
-        if self.cupy.asnumpy(copies).tolist() != expected:
-            return "memory of another rank was opened, but does not hold what it should"
+        for numbers in _TRIAL_NUMBERS:
+            copies = self.cupy.empty((self.size, numbers), np.int64)
+            arguments = sample[:numbers], copies.reshape(-1), [numbers] * self.size
+            try:
+                yield from self.steps(Collective.of("all_gather", self.rank, self.size, *arguments))
+            except TransportError as error:
+                return str(error.__cause__ or error)
+            yield self.stream.reached()
+            expected = np.arange(1, self.size + 1)[:, None]
+            if not (self.cupy.asnumpy(copies) == expected).all():
+                return "memory of another rank was opened, but does not hold what it should"
         return ""
 
     def free(self) -> None:
-        """Close what was opened, and free the memory for arrays that others cannot open.
+        """Close what was opened, and give the own buffers back.
 
         It waits for the stream first: up to then this rank may read memory of others, and others
         read that of this one, because the stream waits for their reads.
@@ -209,9 +229,9 @@ class CudaIpc(DeviceStrategy):
             self.stream.stream.synchronize()
             self._imports.close()
             self._events.close()
-            while self._allocated:
-                self.cupy.cuda.runtime.free(self._allocated.popitem()[0])
-        self._buffers.clear()
+        for ptr in (*self._buffers.values(), *self._outgrown):
+            self._exports.give_back(ptr)
+        self._buffers, self._outgrown = {}, []
 
     def steps(self, what: Collective) -> Steps:
         """Do a collective: each rank reads what it is to receive, and reduces it if need be."""
@@ -241,19 +261,18 @@ class CudaIpc(DeviceStrategy):
     def _two_shot(self, send: Array, recv: Array, op: str) -> Steps:
         parts = block_slices(even_sizes(recv.size, self.size))
         mine = parts[self.rank]
-        # Others read my slice of the result there. Nobody but me reads this slice of my input.
-        result = self._exportable(recv, 1, fill=False)
         all_addresses: list[list[int]] = []
 
         def add(addresses: list[list[int]]) -> None:
             all_addresses.extend(addresses)
-            target = result[mine]
+            # Others read my slice of the result there. Nobody but me reads this slice of my input.
+            target = array_at(addresses[self.rank][1], recv.size, recv.dtype)[mine]
             if mine.stop > mine.start:
                 total = self._combined(addresses, send, mine, op, target)
                 if total is not target:
                     target[...] = total
 
-        yield from self._meet([send, result], add)
+        yield from self._meet([send], add, result=recv, last=False)
         for part, addresses in zip(parts, all_addresses, strict=True):
             target = recv[part]
             source_ptr = addresses[1] + part.start * recv.itemsize
@@ -271,7 +290,7 @@ class CudaIpc(DeviceStrategy):
         """
         function, itemsize = self.ufunc(op), send.dtype.itemsize
         first, *others = [
-            self._view(theirs[0] + part.start * itemsize, part.stop - part.start, send.dtype)
+            array_at(theirs[0] + part.start * itemsize, part.stop - part.start, send.dtype)
             for theirs in addresses
         ]
         if not others:
@@ -308,60 +327,87 @@ class CudaIpc(DeviceStrategy):
 
     # -- the two meetings ------------------------------------------------------------------
 
-    def _meet(self, arrays: Sequence[Array], read: Callable[[list[list[int]]], None]) -> Steps:
+    def _meet(
+        self,
+        arrays: Sequence[Array],
+        read: Callable[[list[list[int]]], None],
+        *,
+        result: Array | None = None,
+        last: bool = True,
+    ) -> Steps:
         """Let all ranks read `arrays`, and read those of all.
 
         Args:
             arrays: Of this rank.
             read: Is given where this rank sees the arrays of each rank, and reads them in the order
                 of the stream.
+            result: Is shown as the last one, but holds nothing yet.
+            last: Whether nothing is read after the second meeting.
         """
-        shown = [self._exportable(array, slot) for slot, array in enumerate(arrays)]
-        mine = np.array([self._descriptor(array) for array in shown], DESCRIPTOR)
+        failed: Exception | None = None
+        own: list[int] = []
+        mine = np.zeros(len(arrays) + (result is not None), DESCRIPTOR)
+        try:
+            shown = [self._exportable(array, slot) for slot, array in enumerate(arrays)]
+            if result is not None:
+                shown.append(self._exportable(result, len(arrays), fill=False))
+            mine[:] = [self._descriptor(array) for array in shown]
+            own = [array.data.ptr for array in shown]
+        except Exception as error:  # such as no memory: the others wait for this rank
+            failed, mine["nbytes"] = error, _FAILED
         rows = np.empty(self.size * mine.nbytes, np.uint8)
         self._events.record("ready", self.stream)
         yield self.host.all_gather(mine.view(np.uint8), rows, [mine.nbytes] * self.size)
         self._events.wait("ready", self.stream)
-        failed: Exception | None = None
-        try:
-            read(
-                [
-                    [array.data.ptr for array in shown]
-                    if rank == self.rank
-                    else [self._imports.open(descriptor) for descriptor in row]
-                    for rank, row in enumerate(rows.view(DESCRIPTOR).reshape(self.size, -1))
-                ]
-            )
-        except Exception as error:  # whatever it is, the others wait for this rank
-            failed = error
-        yield from self._acknowledge(failed)
+        table = rows.view(DESCRIPTOR).reshape(self.size, -1)
+        if not (table["nbytes"] == _FAILED).any():
+            try:
+                read(
+                    [
+                        own
+                        if rank == self.rank
+                        else [self._imports.open(one, self._open) for one in row]
+                        for rank, row in enumerate(table)
+                    ]
+                )
+            except Exception as error:  # whatever it is, the others wait for this rank
+                failed = error
+        yield from self._acknowledge(failed, last=last)
 
-    def _acknowledge(self, failed: Exception | None = None) -> Steps:
+    def _acknowledge(self, failed: Exception | None = None, *, last: bool = True) -> Steps:
         """Tell all ranks that this one has read; from here on everybody may write.
+
+        Args:
+            failed: What this rank has failed with.
+            last: Whether all that was opened is closed first, for its owner may then free it.
 
         Raises:
             TransportError: On every rank, if one of them has failed to read.
         """
+        if self._open and (last or failed is not None):
+            yield self.stream.reached()
+            self._imports.close_all(self._open)
         self._events.record("read", self.stream)
         problem = "" if failed is None else str(failed) or repr(failed)
         problem = yield from agree(self.host, problem, _CANNOT_OPEN)
         self._events.wait("read", self.stream)
         if problem:
+            # Others may have opened what this rank could not.
+            yield self.stream.reached()
+            self._imports.close_all(self._open)
             raise TransportError(
                 f"device memory cannot be read in place on rank {self.rank}: {problem}"
             ) from failed
-        if self._imports.over_limit:
-            yield self.stream.reached()
-            self._imports.trim()
 
     def _descriptor(self, array: Array) -> Any:
-        return export_array(array, process=self._process, own=array.data.ptr in self._allocated)
+        return export_array(array, process=self._process)
 
     def _exportable(self, array: Array, slot: int, *, fill: bool = True) -> Array:
-        """Return `array`, or a copy of it in this rank's own memory, which others can open."""
-        if self._descriptor(array)["nbytes"] >= 0:
+        """Return `array` if others are to read it where it lies, else a buffer of its size."""
+        large = array.nbytes > COPIED_BYTES and self._descriptor(array)["nbytes"] >= 0
+        if large or array.nbytes == 0:
             return array
-        copy = self._view(self._buffer(array.nbytes, slot), array.size, array.dtype)
+        copy = array_at(self._buffer(array.nbytes, slot), array.size, array.dtype)
         if fill:
             self.stream.copy_array(copy, array)
         return copy
@@ -369,17 +415,20 @@ class CudaIpc(DeviceStrategy):
     def _buffer(self, nbytes: int, slot: int) -> int:
         """Return memory outside of any pool; there is one for each array of an operation."""
         ptr = self._buffers.get(slot)
-        if ptr is None or self._allocated[ptr] < nbytes:
-            # What is outgrown stays until the end: others may have it open.
-            size = 1 << (nbytes - 1).bit_length()
-            ptr = self._buffers[slot] = int(self.cupy.cuda.runtime.malloc(size))
-            self._allocated[ptr] = size
+        if ptr is None or self._exports.sizes[ptr] < nbytes:
+            new = self._exports.take(nbytes)
+            if ptr is not None:
+                self._outgrown.append(ptr)  # others may still read it
+            self._buffers[slot] = ptr = new
         return ptr
 
-    def _view(self, address: int, size: int, dtype: DType) -> Array:
-        nbytes, cuda = size * dtype.itemsize, self.cupy.cuda
-        memory = cuda.UnownedMemory(address, nbytes, self, self.stream.device.id)
-        return self.cupy.ndarray((size,), dtype, cuda.MemoryPointer(memory, 0))
+
+def array_at(address: int, size: int, dtype: DType) -> Array:
+    """Return a flat array over memory that stays where it is, read on the current device."""
+    cupy: Any = sys.modules["cupy"]
+    nbytes, device = size * dtype.itemsize, cupy.cuda.runtime.getDevice()
+    memory = cupy.cuda.UnownedMemory(address, nbytes, cupy, device)
+    return cupy.ndarray((size,), dtype, cupy.cuda.MemoryPointer(memory, 0))
 
 
 def _disjoint(out: Array, address: int, nbytes: int) -> bool:
@@ -415,6 +464,7 @@ class _IpcEvents:
             self._own = {name: cuda.Event(False, True, interprocess=True) for name in _EVENT_NAMES}
             for record, event in zip(self.records, self._own.values(), strict=True):
                 record["process"], record["pointer"] = process, event.ptr
+                _exported_events.append(event)
                 handle = self._runtime.ipcGetEventHandle(event.ptr)
                 record["handle"] = np.frombuffer(handle, np.uint8)
         except self._runtime.CUDARuntimeError as error:
@@ -458,6 +508,9 @@ class _IpcEvents:
             self._runtime.eventDestroy(self._opened.pop())
 
 
+_exported_events: list[Any] = []
+"""Kept: what CUDA does with an event that is destroyed while others wait for it is undefined."""
+
 # -- memory ----------------------------------------------------------------------------------
 
 
@@ -484,56 +537,80 @@ def _driver() -> ctypes.CDLL:
         raise TransportError(f"the CUDA driver cannot be loaded: {error}") from None
 
 
-def export_array(x: Array, *, process: int, own: bool = False) -> Any:
+class ExportedMemory:
+    """Memory of `cudaMalloc` that others may have open. It is used again, and never freed.
+
+    Attributes:
+        sizes: The bytes of each buffer, by address.
+    """
+
+    def __init__(self, cupy: ModuleType) -> None:
+        self._runtime: Any = cupy.cuda.runtime
+        self._free: dict[tuple[int, int], list[int]] = {}
+        self._devices: dict[int, int] = {}
+        self._lock = RLock()
+        self.sizes: dict[int, int] = {}
+        self.handles: dict[int, Any] = {}
+
+    def take(self, nbytes: int) -> int:
+        """Return the address of a buffer of at least that size on the current device."""
+        size = max(_SMALLEST_BUFFER, 1 << (nbytes - 1).bit_length())
+        device = self._runtime.getDevice()
+        with self._lock:
+            if free := self._free.get((device, size)):
+                return free.pop()
+            ptr = int(self._runtime.malloc(size))
+            handle = np.frombuffer(self._runtime.ipcGetMemHandle(ptr), np.uint8)
+            self.sizes[ptr], self._devices[ptr], self.handles[ptr] = size, device, handle
+            return ptr
+
+    def give_back(self, ptr: int) -> None:
+        """Let a buffer be used again: nobody reads it any more."""
+        with self._lock:
+            self._free.setdefault((self._devices[ptr], self.sizes[ptr]), []).append(ptr)
+
+
+_exported: WeakKeyDictionary[ModuleType, ExportedMemory] = WeakKeyDictionary()
+
+
+def exported_memory(cupy: ModuleType) -> ExportedMemory:
+    """Return that of this process, whose ranks may be threads."""
+    return _exported.get(cupy) or _exported.setdefault(cupy, ExportedMemory(cupy))
+
+
+def export_array(x: Array, *, process: int) -> Any:
     """Return the :data:`DESCRIPTOR` of `x`; with ``nbytes == -1`` if it cannot be opened.
 
     Args:
         x: A C-contiguous CuPy array.
         process: A number that no other process of the node has.
-        own: It lies in memory that mpimesh allocated outside of any pool.
     """
+    cupy, ptr = sys.modules["cupy"], x.data.ptr
     descriptor = np.zeros((), DESCRIPTOR)
     descriptor["node"], descriptor["process"] = node_key(), process
-    descriptor["address"], descriptor["nbytes"] = x.data.ptr, x.nbytes
+    descriptor["address"], descriptor["nbytes"] = ptr, x.nbytes
     descriptor["device"] = x.data.device_id
     if x.nbytes == 0:
         return descriptor
-    descriptor["nbytes"] = -1
-    if not own and not is_plain(x):
+    handle = exported_memory(cupy).handles.get(ptr)
+    if handle is not None:
+        descriptor["lasting"], descriptor["handle"] = True, handle
         return descriptor
-    runtime = sys.modules["cupy"].cuda.runtime
+    descriptor["nbytes"] = _NO_HANDLE
+    if not is_plain(x):
+        return descriptor
     try:
-        base, allocated = address_range(x.data.ptr)
-        handle = runtime.ipcGetMemHandle(base)
-    except (TransportError, runtime.CUDARuntimeError):
+        base = address_range(ptr)[0]
+        handle = cupy.cuda.runtime.ipcGetMemHandle(base)
+    except (TransportError, cupy.cuda.runtime.CUDARuntimeError):
         return descriptor
-    descriptor["offset"], descriptor["allocated"] = x.data.ptr - base, allocated
+    descriptor["offset"], descriptor["nbytes"] = ptr - base, x.nbytes
     descriptor["handle"] = np.frombuffer(handle, np.uint8)
-    descriptor["nbytes"] = x.nbytes
     return descriptor
 
 
-@dataclass(frozen=True, slots=True)
-class _Allocation:
-    """An allocation of another process: its address here, and where it was there."""
-
-    base: int
-    process: int
-    start: int
-    stop: int
-
-    def overlaps(self, process: int, start: int, stop: int) -> bool:
-        return process == self.process and start < self.stop and self.start < stop
-
-
 class ImportedMemory:
-    """Allocations of other processes that this one has opened, and keeps open.
-
-    Their owner may give one back to CUDA meanwhile, as CuPy's pool does when it is told to. Nothing
-    reads it then: an array that is published stays with its owner until all who read it have said
-    so, and CUDA frees memory only after the owner's stream, which waits for their reads. What is
-    open here is closed at the latest when new memory is opened at its place (:meth:`open`), which
-    CUDA tells from the old one by its handle.
+    """Memory of other processes that this one has opened. What lasts there stays open here.
 
     Args:
         process: As for :func:`export_array`.
@@ -542,12 +619,16 @@ class ImportedMemory:
     def __init__(self, *, process: int) -> None:
         self._process = process
         self._runtime: Any = sys.modules["cupy"].cuda.runtime
-        self._opened: OrderedDict[bytes, _Allocation] = OrderedDict()
+        self._lasting: dict[bytes, int] = {}
         self._peers_enabled: set[tuple[int, int]] = set()
-        _all_imports.add(self)
 
-    def open(self, descriptor: Any) -> int:
+    def open(self, descriptor: Any, passing: list[int]) -> int:
         """Return the address at which this process reads the array of a descriptor.
+
+        Args:
+            descriptor: Of the array.
+            passing: Gets what was opened if that is to be closed once it is read, before its owner
+                learns that it is: see :meth:`close_all`. CUDA counts how often memory is open.
 
         Raises:
             TransportError: If it cannot.
@@ -562,15 +643,17 @@ class ImportedMemory:
         if descriptor["node"] != node_key():
             raise TransportError("the memory is on another node")
         handle, offset = descriptor["handle"].tobytes(), int(descriptor["offset"])
-        with _imports_lock:
-            allocation = self._opened.get(handle)
-            if allocation is None:
-                start = int(descriptor["address"]) - offset
-                there = int(descriptor["process"]), start, start + int(descriptor["allocated"])
-                allocation = _Allocation(self._open_handle(handle, there), *there)
-                self._opened[handle] = allocation
-            self._opened.move_to_end(handle)
-        return allocation.base + offset
+        base = self._lasting.get(handle)
+        if base is None:
+            try:
+                base = int(self._runtime.ipcOpenMemHandle(handle))
+            except self._runtime.CUDARuntimeError as error:
+                raise TransportError(f"CUDA cannot open the memory: {error}") from None
+            if descriptor["lasting"]:
+                self._lasting[handle] = base
+            else:
+                passing.append(base)
+        return base + offset
 
     def _enable_peer(self, device: int) -> None:
         """Let kernels of the current GPU read another one's memory: opening a handle does that."""
@@ -586,48 +669,23 @@ class ImportedMemory:
                 raise TransportError(f"GPU {mine} cannot read GPU {device}: {error}") from None
         self._peers_enabled.add((mine, device))
 
-    def _open_handle(self, handle: bytes, there: tuple[int, int, int]) -> int:
-        # Two allocations of a process never overlap: what does was freed there since, when all who
-        # read it had said so. CUDA refuses the new one as long as anybody here has the old one.
-        for imports in [other for other in _all_imports if other._process == self._process]:
-            imports._close_overlapping(*there, but=handle)
-        try:
-            return int(self._runtime.ipcOpenMemHandle(handle))
-        except self._runtime.CUDARuntimeError as error:
-            raise TransportError(f"CUDA cannot open the memory: {error}") from None
+    def close_all(self, opened: list[int]) -> None:
+        """Close what :meth:`open` has listed; nothing may be reading it.
 
-    def _close_overlapping(self, process: int, start: int, stop: int, *, but: bytes) -> None:
-        for handle, allocation in list(self._opened.items()):
-            if handle != but and allocation.overlaps(process, start, stop):
-                self._close(self._opened.pop(handle))
-
-    @property
-    def over_limit(self) -> bool:
-        """Whether more is open than should be."""
-        return len(self._opened) > _MAX_OPEN
-
-    def trim(self) -> None:
-        """Close what was used longest ago, down to the limit; nothing may be reading it."""
-        with _imports_lock:
-            while self.over_limit:
-                self._close(self._opened.popitem(last=False)[1])
+        Raises:
+            TransportError: If CUDA refuses, as after an error of the GPU.
+        """
+        while opened:
+            try:
+                self._runtime.ipcCloseMemHandle(opened.pop())
+            except self._runtime.CUDARuntimeError as error:
+                raise TransportError(f"CUDA cannot close memory of another rank: {error}") from None
 
     def close(self) -> None:
-        """Close all. A second call does nothing."""
-        with _imports_lock:
-            while self._opened:
-                self._close(self._opened.popitem()[1])
-
-    def _close(self, allocation: _Allocation) -> None:
-        try:
-            self._runtime.ipcCloseMemHandle(allocation.base)
-        except self._runtime.CUDARuntimeError as error:
-            raise TransportError(f"CUDA cannot close memory of another rank: {error}") from None
-
-
-# Of this process: CUDA knows no owners among those who have opened a handle.
-_all_imports: WeakSet[ImportedMemory] = WeakSet()
-_imports_lock = RLock()
+        """Close what lasts. A second call does nothing."""
+        opened = [*self._lasting.values()]
+        self._lasting.clear()
+        self.close_all(opened)
 
 
 # -- keys ------------------------------------------------------------------------------------

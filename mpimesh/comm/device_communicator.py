@@ -29,10 +29,13 @@ from mpimesh.arrays.namespace import Array, DType, StreamScope
 from mpimesh.comm.algorithms import Algorithms, Row
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_ipc import (
+    COPIED_BYTES,
     DESCRIPTOR,
     CudaIpc,
     ImportedMemory,
+    array_at,
     export_array,
+    exported_memory,
     one_shot_bytes,
     process_key,
 )
@@ -413,7 +416,7 @@ class DeviceMessages:
         self._allowed = allowed
         self._process = process_key()
         self._imports = ImportedMemory(process=self._process)
-        self._reads = 0
+        self._exports = exported_memory(self._staged.cupy)
         self._declined: set[int] = set()
         self._answers: dict[int, bool] = {}
         """Of peers that were asked whether they and this rank may give device memory to MPI."""
@@ -447,10 +450,12 @@ class DeviceMessages:
     # -- the sender ----------------------------------------------------------------------
 
     def _send(self, data: Array, dest: int, tag: int) -> Steps:
-        header, way = np.zeros(1, _HEADER), _STAGED
+        header, way, lent = np.zeros(1, _HEADER), _STAGED, 0
         if "cuda_ipc" in self._allowed and dest not in self._declined and data.size:
             descriptor = export_array(data, process=self._process)
             if descriptor["nbytes"] >= 0:
+                if data.nbytes <= COPIED_BYTES:
+                    lent, descriptor = self._lend(data)
                 header["array"], way = descriptor, _OFFERED
         if way == _STAGED and data.size and self._may_be_direct:
             if self._direct() or self._answers.get(dest):
@@ -464,6 +469,8 @@ class DeviceMessages:
         if way == _OFFERED:
             reply = np.zeros(1, np.uint8)
             yield self._host.irecv(reply, dest, _REPLY_TAG + tag)
+            if lent:
+                self._exports.give_back(lent)
             if reply[0]:
                 return
             self._declined.add(dest)
@@ -479,6 +486,13 @@ class DeviceMessages:
             yield self._host.isend(data, dest, _FIRST_TAG + tag)
         else:
             yield from self._staged.send(data, dest, _FIRST_TAG + tag)
+
+    def _lend(self, data: Array) -> tuple[int, Any]:
+        """Return a buffer that may stay open, filled with an array, and its descriptor."""
+        lent = self._exports.take(data.nbytes)
+        copy = array_at(lent, data.size, data.dtype)
+        self._stream.copy_array(copy, data)
+        return lent, export_array(copy, process=self._process)
 
     # -- the receiver ---------------------------------------------------------------------
 
@@ -522,16 +536,14 @@ class DeviceMessages:
 
     def _read(self, descriptor: Any, target: Array) -> Steps:
         """Copy an offered array into `target`; the steps' value is False if that cannot be."""
+        opened: list[int] = []
         try:
-            address = self._imports.open(descriptor)
+            address = self._imports.open(descriptor, opened)
         except TransportError:
             return False
-        self._reads += 1
         self._stream.copy(target.data.ptr, address, target.nbytes)
         yield self._stream.reached()
-        self._reads -= 1
-        if self._reads == 0:  # else a copy from what would be closed may be queued
-            self._imports.trim()
+        self._imports.close_all(opened)
         return True
 
 

@@ -16,7 +16,9 @@ in number and UUID only.
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -54,6 +56,8 @@ class Runtime(SimpleNamespace):
         self.closed: list[int] = []
         self.peers: set[tuple[int, int]] = set()
         self.raw: dict[int, np.ndarray] = {}
+        self.open: Counter[int] = Counter()
+        self.room: int | None = None
 
     def getDeviceCount(self) -> int:
         return self._devices
@@ -93,6 +97,8 @@ class Runtime(SimpleNamespace):
         self._library.clock.objects[stream].put(lambda: ctypes.memmove(dst, src, size) and None)
 
     def malloc(self, size: int) -> int:
+        if self.room is not None and size > self.room:
+            raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
         memory = np.full(size, 0x6B, np.uint8)
         self.raw[memory.ctypes.data] = memory
         return int(memory.ctypes.data)
@@ -100,6 +106,11 @@ class Runtime(SimpleNamespace):
     def free(self, ptr: int) -> None:
         if ptr not in self.raw:
             raise CUDARuntimeError("cudaErrorInvalidValue: invalid argument")
+        self.refuse_if_open(ptr)
+
+    def refuse_if_open(self, base: int) -> None:
+        """Say what CUDA calls undefined: memory is freed that another process has open."""
+        assert not self.open[base], f"memory at {base:#x} is freed while another rank has it open"
 
     # -- events by their pointer ----------------------------------------------------------------
 
@@ -134,9 +145,12 @@ class Runtime(SimpleNamespace):
             raise CUDARuntimeError("cudaErrorInvalidResourceHandle: invalid resource handle")
         base = int.from_bytes(handle[3:11], "little")
         self.opened.append(base)
+        self.open[base] += 1  # one address, and a count, as in CUDA
         return base
 
     def ipcCloseMemHandle(self, ptr: int) -> None:
+        assert self.open[ptr], f"memory at {ptr:#x} is closed more often than it was opened"
+        self.open[ptr] -= 1
         self.closed.append(ptr)
 
     def ipcGetEventHandle(self, event: int) -> bytes:
@@ -236,6 +250,13 @@ class MemoryPool:
     def malloc(self, nbytes: int) -> MemoryPointer:
         return MemoryPointer(self._library.allocate(nbytes, "Memory"))
 
+    def free_all_blocks(self) -> None:
+        """Give back to CUDA what no array has any more."""
+        runtime: Any = sys.modules["cupy"].cuda.runtime  # type: ignore[attr-defined]
+        gc.collect()
+        for block in self._library.free_blocks():
+            runtime.refuse_if_open(block.base)
+
 
 class FakeCupy(ModuleType):
     """The module, to stand in `sys.modules` as "cupy"."""
@@ -269,6 +290,7 @@ class FakeCupy(ModuleType):
                     super().__init__(host, memptr.mem, library)
 
         self.ndarray = library.array_class = NdArray
+        self.get_default_memory_pool = partial(MemoryPool, library)
         self.cuda = SimpleNamespace(
             clock=clock,
             runtime=runtime,

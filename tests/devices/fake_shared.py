@@ -101,6 +101,11 @@ class SharedCupy(FakeCupy):
                 memories[pid] = _Memory(pid, number)
             return memories[pid], offset
 
+        def malloc(size: int) -> int:
+            room = memory.take(size)
+            runtime.raw[int(room.ctypes.data)] = room
+            return int(room.ctypes.data)
+
         def event(*args: Any, interprocess: bool = False, **options: Any) -> Event:
             if interprocess:
                 return _SharedEvent(memory.take(16).view(np.int64), clock=clock)
@@ -112,6 +117,7 @@ class SharedCupy(FakeCupy):
         def open_mem(text: bytes, flags: int = 1) -> int:
             other, offset = opened(b"mem_", text)
             runtime.opened.append(other.base + offset)
+            runtime.open[other.base + offset] += 1
             return other.base + offset
 
         def event_handle(ptr: int) -> bytes:
@@ -121,7 +127,7 @@ class SharedCupy(FakeCupy):
             other, offset = opened(b"evt_", text)
             return _SharedEvent(other.cell(offset), clock=clock).ptr
 
-        self.cuda.Event = event
+        self.cuda.Event, runtime.malloc = event, malloc
         runtime.ipcGetMemHandle, runtime.ipcOpenMemHandle = mem_handle, open_mem
         runtime.ipcGetEventHandle, runtime.ipcOpenEventHandle = event_handle, open_event
         threading.Thread(target=partial(self._tick, clock), daemon=True).start()

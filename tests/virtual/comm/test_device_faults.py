@@ -184,13 +184,13 @@ def test_what_was_opened_is_closed_on_its_device_when_nothing_reads_it():
         finish(comm, alone.all_reduce(None, x, "sum"))
         finish(comm, comm.barrier())
         imports, closed = alone.strategy._imports, []
-        close = imports._close
+        close = imports.close_all
 
-        def closing(allocation):
+        def closing(opened):
             closed.append((cuda().runtime.getDevice(), waiting(alone.strategy.stream)))
-            close(allocation)
+            close(opened)
 
-        imports._close = closing
+        imports.close_all = closing
         alone.strategy.stream.stream.delay(30)
         with cuda().Device(2):
             alone.strategy.free()
@@ -204,9 +204,9 @@ def test_an_error_of_closing_is_raised():
         imports, runtime = ImportedMemory(process=1), cupy.cuda.runtime
         place = np.zeros((), cuda_ipc.DESCRIPTOR)
         place["node"], place["process"], place["nbytes"] = cuda_ipc.node_key(), 7, 1
-        place["allocated"] = 64
+        place["lasting"] = True
         place["handle"][:3] = np.frombuffer(b"mem", np.uint8)
-        imports.open(place)
+        imports.open(place, [])
 
         def fail(ptr):
             raise runtime.CUDARuntimeError("cudaErrorIllegalAddress")
@@ -224,7 +224,7 @@ def test_memory_that_one_rank_cannot_open_is_an_error_on_all(size):
         imports = alone.strategy._imports
         able = imports.open
 
-        def unable(descriptor):
+        def unable(descriptor, passing):
             raise TransportError("CUDA cannot open the memory: cudaErrorMapBufferObjectFailed")
 
         if comm.rank == 1:
@@ -244,38 +244,30 @@ def test_memory_that_one_rank_cannot_open_is_an_error_on_all(size):
 
 
 @pytest.mark.usefixtures("driver")
-def test_nothing_is_closed_that_another_receive_reads(monkeypatch):
-    monkeypatch.setattr(cuda_ipc, "_MAX_OPEN", 0)
+def test_memory_of_a_message_is_closed_when_it_is_read_and_before_the_sender_knows():
+    size = cuda_ipc.COPIED_BYTES // 4 + 5
 
     def main(comm):
         dev_comm = DeviceCommunicator(comm, prefer="cuda_ipc")
         messages: Any = dev_comm.messages()
         messages._process = messages._imports._process = 1000 + comm.rank
+        pool = sys.modules["cupy"].get_default_memory_pool()
         if comm.rank == 0:
-            sends = [dev_comm.isend(device(numbers(tag, 6, "f4")), 1, tag) for tag in range(3)]
-            finish(comm, *sends)
+            for tag in range(3):
+                x = device(numbers(tag, size, "f4"))
+                finish(comm, dev_comm.isend(x, 1, tag))
+                del x
+                pool.free_all_blocks()
+            finish(comm, *[dev_comm.isend(device(numbers(tag, 6, "f4")), 1, tag) for tag in (4, 5)])
             return
-        lane: Any = messages._stream
-        close, queued, late = messages._imports._close, [], []
-        copy = lane.copy
-
-        def copying(*arguments):
-            queued.append(arguments)
-            copy(*arguments)
-            lane.stream.put(queued.pop)
-
-        def closing(allocation):
-            late.append(len(queued))
-            close(allocation)
-
-        lane.copy = copying
-        messages._imports._close = closing
-        rooms = [nonsense(6, "f4") for _ in range(3)]
-        finish(comm, *[dev_comm.irecv(room, 0, tag) for tag, room in enumerate(rooms)])
-        for tag, room in enumerate(rooms):
-            same(room, numbers(tag, 6, "f4"))
-        assert set(late) == {0}
-        assert len(late) == 3
+        for tag, elements in ((0, size), (1, size), (2, size), (5, 6), (4, 6)):
+            messages._stream.stream.delay(30)
+            room = nonsense(elements, "f4")
+            finish(comm, dev_comm.irecv(room, 0, tag))
+            same(room, numbers(tag, elements, "f4"))
+        assert cuda().runtime.opened
+        dev_comm.free()
+        assert not cuda().runtime.open.total()
 
     on_ranks(2, main)
 

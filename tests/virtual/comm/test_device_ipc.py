@@ -12,7 +12,7 @@ from mpimesh.comm.cuda_ipc import CudaIpc, one_shot
 from mpimesh.errors import TransportError
 from tests.devices import fake_cuda
 from tests.devices.alone import Alone
-from tests.devices.fake_cuda import address_range, installed
+from tests.devices.fake_cuda import address_range
 from tests.devices.operations import (
     check_all,
     check_all_reduce,
@@ -24,6 +24,7 @@ from tests.devices.operations import (
     same,
 )
 from tests.devices.virtual import on_ranks
+from tests.helpers.raises import raises
 
 
 @pytest.fixture(autouse=True)
@@ -147,46 +148,85 @@ def test_a_late_rank():
     on_ranks(3, main)
 
 
-def test_memory_that_was_freed_there_is_closed_before_new_memory_is_opened_at_its_place():
-    """CUDA refuses to open what lies where memory of that process lies that is still open here."""
+LARGE = cuda_ipc.COPIED_BYTES // 4 + 5
 
-    class Cuda:
-        def __init__(self):
-            self.open = []
 
-        def ipcOpenMemHandle(self, handle):
-            start, stop = np.frombuffer(handle[:16], np.int64).tolist()
-            if any(start < one[1] and one[0] < stop for one in self.open):
-                raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorAlreadyMapped")
-            self.open.append((start, stop))
-            return start
+@pytest.mark.parametrize("shots", [1, 2])
+def test_no_memory_is_freed_that_another_rank_has_open(shots, monkeypatch):
+    """CUDA leaves undefined what happens then."""
+    monkeypatch.setattr("mpimesh.comm.cuda_ipc.one_shot", lambda nbytes, size: shots == 1)
 
-        def ipcCloseMemHandle(self, base):
-            self.open = [one for one in self.open if one[0] != base]
+    def main(comm):
+        alone, _ = found(comm)
+        cupy = sys.modules["cupy"]
+        for size in (5, LARGE, 6, 3 * LARGE, LARGE):
+            x = device(numbers(comm.rank, size, "f4"))
+            finish(comm, alone.all_reduce(None, x, "sum"))
+            same(x, reduced([numbers(r, size, "f4") for r in range(comm.size)], "sum"))
+            del x
+            cupy.get_default_memory_pool().free_all_blocks()
+        if comm.rank:  # the others may have left long before
+            finish(comm, comm.barrier())
+        alone.free()
+        cupy.get_default_memory_pool().free_all_blocks()
+        if comm.rank == 0:
+            finish(comm, comm.barrier())
 
-    def place(start, stop, process=7):
-        found = np.zeros((), cuda_ipc.DESCRIPTOR)
-        found["node"], found["process"] = cuda_ipc.node_key(), process
-        found["address"], found["offset"], found["nbytes"] = start + 8, 8, 1
-        found["allocated"] = stop - start
-        found["handle"][:16] = np.frombuffer(np.array([start, stop]).tobytes(), np.uint8)
-        return found
+    on_ranks(3, main)
 
-    with installed() as cupy:
-        cuda = Cuda()
-        for name in ("ipcOpenMemHandle", "ipcCloseMemHandle"):
-            setattr(cupy.cuda.runtime, name, getattr(cuda, name))
-        first, second = (cuda_ipc.ImportedMemory(process=1) for _ in range(2))
-        assert first.open(place(100, 200)) == 108
-        assert first.open(place(100, 200)) == 108
-        assert second.open(place(200, 300)) == 208
-        assert second.open(place(150, 200)) == 158
-        assert cuda.open == [(200, 300), (150, 200)]
-        assert first.open(place(120, 260)) == 128
-        assert cuda.open == [(120, 260)]
-        first.close()
-        second.close()
-        assert cuda.open == []
+
+def test_nor_a_buffer_of_a_rank_that_leaves_first():
+    def main(comm):
+        alone, _ = found(comm)
+        finish(comm, comm.barrier())
+        vars(sys.modules["cupy"])["library"].identity = "MemoryAsync"
+        for size in (9, LARGE):
+            x = device(numbers(comm.rank, size, "f4"))
+            finish(comm, alone.all_reduce(None, x, "sum"))
+        if comm.rank == 1:
+            finish(comm, comm.barrier())
+        alone.free()
+        # What a group gives back, the next one uses.
+        before = len(sys.modules["cupy"].cuda.runtime.raw)
+        if comm.rank == 0:
+            finish(comm, comm.barrier())
+        finish(comm, comm.barrier())
+        again, _ = found(comm)
+        check_all_reduce(again, comm, 50, "f4")
+        finish(comm, comm.barrier())
+        again.free()
+        assert len(sys.modules["cupy"].cuda.runtime.raw) == before
+
+    on_ranks(2, main)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("shots", [1, 2])
+def test_no_memory_on_one_rank_is_an_error_on_all_and_the_next_works(size, shots, monkeypatch):
+    monkeypatch.setattr("mpimesh.comm.cuda_ipc.one_shot", lambda nbytes, size: shots == 1)
+
+    def main(comm):
+        alone, _ = found(comm)
+        finish(comm, comm.barrier())
+        runtime = sys.modules["cupy"].cuda.runtime
+        vars(sys.modules["cupy"])["library"].identity = "MemoryAsync"
+        x = device(numbers(comm.rank, LARGE, "f4"))
+        exports = alone.strategy._exports
+        if comm.rank == 1:
+
+            def take(nbytes):
+                raise runtime.CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+
+            alone.strategy._exports = type("Full", (), {"take": staticmethod(take), "sizes": {}})
+            alone.strategy._buffers = {}
+        why = "cudaErrorMemoryAllocation" if comm.rank == 1 else "rank 1"
+        with raises(TransportError, f"rank {comm.rank}", why):
+            finish(comm, alone.all_reduce(None, x, "sum"))
+        alone.strategy._exports = exports
+        finish(comm, alone.all_reduce(None, x, "sum"))
+        same(x, reduced([numbers(r, LARGE, "f4") for r in range(comm.size)], "sum"))
+
+    on_ranks(size, main)
 
 
 def test_gpus_of_one_process_are_allowed_to_read_each_other_or_it_is_refused(monkeypatch):
