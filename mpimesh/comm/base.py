@@ -81,6 +81,8 @@ class Communicator(ABC):
     """The node of each rank, as a number; empty if all share one, or it is not known."""
     device: Any = None
     """Moves device memory between the same ranks; made by `device_communicator` on first use."""
+    device_stream: Any = None
+    """The stream of those strategies for device memory that work one after the other."""
 
     @property
     def native(self) -> Any:

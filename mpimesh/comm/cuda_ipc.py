@@ -60,7 +60,7 @@ from mpimesh.comm.device_strategy import (
     steps_in,
 )
 from mpimesh.comm.engine import Steps
-from mpimesh.comm.requests import block_slices
+from mpimesh.comm.requests import Condition, block_slices
 from mpimesh.errors import TransportError
 from mpimesh.layout.boxes import even_sizes
 
@@ -102,6 +102,7 @@ The allocation begins at ``address - offset``.
 
 _NO_HANDLE, _FAILED = -1, -2
 
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _EVENT_NAMES = ("ready", "read")
 
 _EVENT = np.dtype([("process", np.int64), ("pointer", np.int64), ("handle", np.uint8, 64)])
@@ -358,7 +359,7 @@ class CudaIpc(DeviceStrategy):
         rows = np.empty(self.size * mine.nbytes, np.uint8)
         self._events.record("ready", self.stream)
         yield self.host.all_gather(mine.view(np.uint8), rows, [mine.nbytes] * self.size)
-        self._events.wait("ready", self.stream)
+        yield from self._events.wait("ready", self.stream)
         table = rows.view(DESCRIPTOR).reshape(self.size, -1)
         if not (table["nbytes"] == _FAILED).any():
             try:
@@ -390,7 +391,7 @@ class CudaIpc(DeviceStrategy):
         self._events.record("read", self.stream)
         problem = "" if failed is None else str(failed) or repr(failed)
         problem = yield from agree(self.host, problem, _CANNOT_OPEN)
-        self._events.wait("read", self.stream)
+        yield from self._events.wait("read", self.stream)
         if problem:
             # Others may have opened what this rank could not.
             yield self.stream.reached()
@@ -496,9 +497,17 @@ class _IpcEvents:
         with stream.device:
             self._own[name].record(stream.stream)
 
-    def wait(self, name: str, stream: CommStream) -> None:
-        """Let the stream wait for the events of all other ranks."""
-        for event in self._others[name]:
+    def wait(self, name: str, stream: CommStream) -> Steps:
+        """Let the stream wait for the events of all other ranks.
+
+        With one queue for all streams of a process, as ``CUDA_DEVICE_MAX_CONNECTIONS=1`` asks for,
+        that would hold up all of them until other processes have come so far, which may wait for
+        this one: so the host waits.
+        """
+        events = self._others[name]
+        if os.environ.get(_CONNECTIONS) == "1":
+            yield Condition(lambda: all(stream.has_come(event) for event in events))
+        for event in events:
             self._runtime.streamWaitEvent(stream.ptr, event)
 
     def close(self) -> None:

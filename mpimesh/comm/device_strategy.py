@@ -80,15 +80,19 @@ class CommStream(StreamScope):
 
     def reached(self) -> Request:
         """Return the request that is done when all the stream was given so far has happened."""
-        return Condition(partial(self._has_come, self.mark()))
+        event = self.mark()
+        return Condition(lambda: self.has_come(event.ptr))
 
-    def _has_come(self, event: Any) -> bool:
+    def has_come(self, event: int) -> bool:
         """Ask the device whether it has come to an event; never waits for it.
+
+        Args:
+            event: CUDA's handle.
 
         Raises:
             TransportError: If work on the device has failed: the event will never come.
         """
-        code = self._cuda.runtime.eventQuery(event.ptr)
+        code = self._cuda.runtime.eventQuery(event)
         if code == _SUCCESS:
             return True
         if code != _NOT_READY:
@@ -396,7 +400,8 @@ class DeviceStrategy(ABC):
         rank: This rank.
         size: Number of ranks.
         cupy: The module.
-        stream: Does the strategy's work.
+        stream: Does the strategy's work; that of other strategies of `host`, too, if these are not
+            put there at the call.
     """
 
     name: str
@@ -409,7 +414,11 @@ class DeviceStrategy(ABC):
         self.rank = host.rank
         self.size = host.size
         self.cupy: Any = sys.modules["cupy"]
-        self.stream = CommStream(host)
+        if self.at_call:
+            self.stream = CommStream(host)
+        else:
+            # One for all: a device has few queues, and streams that share one hold each other up.
+            self.stream = host.device_stream = host.device_stream or CommStream(host)
 
     @classmethod
     @abstractmethod

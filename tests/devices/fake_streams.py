@@ -36,6 +36,8 @@ class Clock:
         self.objects: dict[int, Any] = {}
         self.current = threading.local()
         self.queries = 0
+        # Whose turn it is where all streams share one queue of the device; None where none do.
+        self.one_queue: deque[Stream] | None = None
         self._pointers = itertools.count(0x1000)
 
     def pointer(self, thing: Any) -> int:
@@ -45,8 +47,11 @@ class Clock:
 
     def tick(self) -> None:
         with self.lock:
-            for stream in self.streams:
-                stream.step()
+            if self.one_queue is None:
+                for stream in self.streams:
+                    stream.step()
+            elif self.one_queue and self.one_queue[0].step():
+                self.one_queue.popleft()
 
     def device(self) -> int:
         """Return the number of the current device."""
@@ -89,10 +94,15 @@ class Stream:
         """Let `action` happen after all that the stream was given so far."""
         with self._clock.lock:
             self._queue.append(action)
+            if self._clock.one_queue is not None:
+                self._clock.one_queue.append(self)
 
-    def step(self) -> None:
-        if self._queue and self._queue[0]() is not False:
-            self._queue.popleft()
+    def step(self) -> bool:
+        """Run the next action; False if there is none, or it is held up."""
+        if not self._queue or self._queue[0]() is False:
+            return False
+        self._queue.popleft()
+        return True
 
     def delay(self, ticks: int) -> None:
         """Let the stream be busy for some ticks."""

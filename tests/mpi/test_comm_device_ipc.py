@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections import deque
 
 import numpy as np
 import pytest
@@ -77,3 +79,43 @@ def test_it_is_the_choice_inside_a_node(communicator):
     if communicator.size > 1:
         (route,) = (r for r in dev_comm.algorithms() if r.operation == "all_reduce")
         assert (route.from_bytes, route.algorithm) == (0, "cuda_ipc")
+
+
+@pytest.mark.nprocs(2)
+def test_where_all_streams_share_a_queue_none_is_held_up_by_another_process(
+    communicator, monkeypatch
+):
+    """What rank 1 gives waits, on its device, for what rank 0 computes beside the all-reduce."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr("tests.devices.fake_streams._LIMIT_S", 3)
+    cupy, note = sys.modules["cupy"], np.zeros(1)
+    dev_comm = device_communicator(communicator)
+    finish(communicator, dev_comm.prepare())
+    cupy.cuda.clock.one_queue = deque()
+    x, computed = device(np.ones(5)), []
+    if communicator.rank == 0:
+        request = dev_comm.all_reduce(None, x, "sum")
+        end_s = time.monotonic() + 0.3
+        while time.monotonic() < end_s:  # the hosts have met by then
+            communicator.engine.advance()
+        with cupy.cuda.Stream(non_blocking=True):
+            note[:] = (device(np.ones(1)) + 1).get()
+        finish(communicator, communicator.isend(note, 1, 0))
+    else:
+        cupy.cuda.get_current_stream().put(lambda: bool(computed))
+        request = dev_comm.all_reduce(None, x, "sum")
+        finish(communicator, communicator.irecv(note, 0, 0))
+        computed.append(note)
+    finish(communicator, request)
+    same(x, np.full(5, 2.0))
+    assert note == 2
+
+
+def test_a_group_has_few_streams(communicator):
+    """For collectives, messages, and NCCL if it is there, beside the program's own."""
+    streams = sys.modules["cupy"].cuda.clock.streams
+    before = len(streams)
+    dev_comm = device_communicator(communicator)
+    finish(communicator, dev_comm.prepare())
+    dev_comm.messages()
+    assert len(streams) - before <= 3 + (communicator.size == 1)
