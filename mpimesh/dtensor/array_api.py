@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.arrays.namespace import is_cupy
 from mpimesh.dtensor import creation
 from mpimesh.dtensor.defaults import current_mesh, layout_for
 from mpimesh.dtensor.dtensor import DTensor
@@ -23,7 +24,7 @@ from mpimesh.dtensor.methods import Methods
 from mpimesh.dtensor.reshape import shape_tuple
 from mpimesh.errors import LayoutError
 from mpimesh.layout import Layout
-from mpimesh.runtime.operands import host_array
+from mpimesh.runtime.operands import split_array
 
 __array_api_version__ = "2023.12"
 
@@ -115,7 +116,7 @@ def asarray(
         return x.copy() if copy and x is obj else x
     if copy is False:
         raise LayoutError("an array is split without a copy only by DTensor.from_local")
-    whole = host_array(np.asanyarray(obj, dtype))  # which refuses masks
+    whole = split_array(obj if is_cupy(obj) else np.asanyarray(obj, dtype))  # which refuses masks
     mesh, where = layout_for(whole.ndim, device, placements)
     return creation.distribute(whole, mesh, where)
 

@@ -47,7 +47,7 @@ from mpimesh.layout import Box, Layout, Partial, PlacementLike, Replicate
 from mpimesh.layout.boxes import extent, slices
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import DeviceMesh
-from mpimesh.runtime.operands import host_array
+from mpimesh.runtime.operands import split_array
 
 __all__ = [
     "Random",
@@ -83,7 +83,8 @@ def distribute(
 
     Raises:
         LayoutError: If the placements do not fit.
-        DTypeError: If `x` holds Python objects.
+        DTypeError: If `x` holds Python objects, or is an array of CuPy: split arrays lie in host
+            memory.
         RankError: If `root` is not in the mesh, or this rank is not, where there is a `root`.
 
     Example:
@@ -97,7 +98,7 @@ def distribute(
     """
     layout = Layout(as_live(mesh), placements)
     if root is None:
-        mine = host_array(x)
+        mine = split_array(x)
         block = mine if _is_member(mesh) else None
         compare_call(mesh, "distribute", (mine, layout.text))
         source = DTensor(mesh, Layout.replicated(layout.mesh), mine.shape, mine.dtype, block)
@@ -153,7 +154,7 @@ def from_callback(
 
     def block_of(box: Box) -> HostArray:
         index = slices(box)
-        found = host_array(callback(index))
+        found = split_array(callback(index))
         if found.shape != extent(box):
             raise ShapeError(
                 f"the callback gave shape {found.shape} for {index} on rank {mesh.rank}, which is "
@@ -200,7 +201,7 @@ def full(
         ShapeError: If `value` does not fit `shape` and `dtype`.
     """
     layout, sizes = Layout(as_live(mesh), placements), shape_of_lengths(shape)
-    found = host_array(value)
+    found = split_array(value)
     kind = found.dtype if dtype is None else as_dtype(dtype)
     refuse_objects(kind)
     try:
@@ -320,7 +321,7 @@ def _facts_of(mesh: DeviceMesh, x: Any, root: int) -> tuple[HostArray | None, Sh
     facts: list[Any] = [root]
     if mesh.rank == root:
         try:
-            whole = host_array(x)
+            whole = split_array(x)
             facts += [whole.shape, dtype_to_json(whole.dtype), ""]
         except Exception as error:
             failed = error

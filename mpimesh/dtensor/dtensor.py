@@ -47,7 +47,7 @@ from mpimesh.layout import (
 from mpimesh.mesh import WORLD, Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.call import Call
-from mpimesh.runtime.operands import host_array
+from mpimesh.runtime.operands import split_array
 from mpimesh.runtime.persistent import Persistent
 from mpimesh.trace import html
 
@@ -127,6 +127,7 @@ class DTensor(Methods):
             shape: The global shape, if it is known; then nothing is sent, and nothing compared.
 
         Raises:
+            DTypeError: If the block is an array of CuPy: split arrays lie in host memory.
             ShapeError: If the block does not fit; without `shape` on every rank of the mesh.
             MismatchError: On every rank, saying which has what, if dtypes or shapes disagree.
 
@@ -137,7 +138,7 @@ class DTensor(Methods):
             ...     print(x.shape, x.layout.text, x.full()[:, 0])
             (3, 2) dp=S0(0,1,2) [1 2 2]
         """
-        own = writable_block(host_array(block), as_live(mesh))
+        own = writable_block(split_array(block), as_live(mesh))
         if shape is None:
             shape, layout, dtype = agreed_blocks(own, mesh, Layout(mesh, placements))
             own = own.astype(dtype, copy=False)  # another one only without elements

@@ -40,6 +40,7 @@ __all__ = [
     "host_array",
     "normal_axis",
     "output_array",
+    "split_array",
 ]
 
 
@@ -73,6 +74,21 @@ def host_array(x: Array) -> HostArray:
             raise ShapeError(f"{type(x).__name__} given, which is no array: {error}") from None
     refuse_objects(host.dtype)
     return host
+
+
+def split_array(x: Array) -> HostArray:
+    """Return `x` as :func:`host_array` does, to be split: but CuPy's is refused.
+
+    Raises:
+        DTypeError: If it is CuPy's: its copy would be the host's without a word.
+    """
+    if is_cupy(x):
+        raise DTypeError(
+            f"split arrays lie in host memory, got a CuPy array of shape {x.shape} and dtype "
+            f"{x.dtype} on GPU {x.device.id}: give its copy, cupy.asnumpy(x). Operations of a "
+            "group, such as group.all_reduce(x), move device memory as it is"
+        )
+    return host_array(x)
 
 
 def check_output(out: Any) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
+import mpimesh as mm
 from mpimesh.errors import DTypeError, ShapeError
 from tests.contract.cases import values
 from tests.contract.device_memory import DTYPES, LAYOUTS, operations
@@ -117,3 +120,29 @@ def test_one_rank_needs_no_mover(cupy):
         check(group.shift(x, wrap=True).resolve(), np.array([1.0, 2.0], "f2"))
 
     on_ranks(main, size=1)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "i8", "c16"])
+def test_split_arrays_refuse_arrays_of_cupy(dtype):
+    """They lie in host memory: a copy that nobody asked for would lie there, too."""
+    doors = [
+        lambda x, mesh: mm.DTensor.from_local(x, mesh, "p=S0"),
+        lambda x, mesh: mm.DTensor.from_local(x, mesh, "p=R", shape=(2, 3)),
+        lambda x, mesh: mm.distribute(x, mesh, "p=S0"),
+        lambda x, mesh: mm.distribute(x, mesh, "p=S0", root=1),
+        lambda x, mesh: mm.from_callback((4, 3), mesh, "p=S0", lambda index: x),
+        lambda x, mesh: mm.from_callback((4, 3), mesh, "p=S0", lambda index: x, dtype=dtype),
+        lambda x, mesh: mm.full((4, 3), x[0, 0], mesh, "p=S0"),
+    ]
+
+    def main():
+        with mm.DeviceMesh("p=2") as mesh:
+            for door in doors:
+                x = sys.modules["cupy"].asarray(np.ones((2, 3), dtype))
+                with raises(DTypeError, "CuPy", "cupy.asnumpy"):
+                    door(x, mesh)
+            x = mm.distribute(np.ones((2, 3)), mesh, "p=S0")
+            assert np.array_equal(x.full(), np.ones((2, 3)))
+
+    with installed():
+        mm.run_virtual(2, main)
