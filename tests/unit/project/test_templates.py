@@ -1,4 +1,4 @@
-"""Checks of the Slurm template without a Slurm."""
+"""Checks of the templates for Slurm and PBS without either."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ ROOT = Path(__file__).resolve().parents[3]
 TEMPLATE = ROOT / "slurm" / "job.sbatch"
 TEXT = TEMPLATE.read_text()
 HEAD, _, BODY = TEXT.partition("set -euo pipefail")
-SITE = ("MODULES", "VENV", "CONTAINER", "MPI_TYPE", "CPU_BIND", "REQUEUE", "MAX_RESTARTS")
+SITE = (
+    "MODULES",
+    "VENV",
+    "CONTAINER",
+    "MPI_TYPE",
+    "CPU_BIND",
+    "SRUN_OPTIONS",
+    "REQUEUE",
+    "MAX_RESTARTS",
+)
 
 
 def test_bash_can_read_it():
@@ -25,7 +34,7 @@ def test_bash_can_read_it():
 def test_there_is_one_and_a_person_can_read_it():
     assert [path.name for path in (ROOT / "slurm").iterdir()] == [TEMPLATE.name]
     lines = TEXT.splitlines()
-    assert len(lines) <= 120
+    assert len(lines) <= 145
     assert max(map(len, lines)) <= 125
 
 
@@ -109,7 +118,7 @@ def run_template(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[st
     ],
 )
 def test_mpi_type_follows_the_vendor(run_template, vendor, mpi_type):
-    result = run_template("program.py", VENDOR=vendor)
+    result = run_template("program.py", VENDOR=vendor, I_MPI_PMI_LIBRARY="/usr/lib/libpmi2.so")
     assert result.returncode == 0, result.stderr
     assert f"srun -K --mpi={mpi_type} " in result.stdout
 
@@ -121,6 +130,42 @@ def test_an_unknown_vendor_needs_the_override(run_template):
     assert "srun" not in result.stdout
     result = run_template(VENDOR="Some MPI", MPI_TYPE="cray_shasta")
     assert "--mpi=cray_shasta " in result.stdout
+
+
+def test_intel_mpi_needs_the_library_of_slurm(run_template):
+    """Without it, each rank is a world of its own."""
+    if [*Path("/usr").glob("lib*/**/libpmi2.so"), *Path("/opt/slurm").glob("lib*/libpmi2.so")]:
+        pytest.skip("this machine has it")
+    result = run_template("mine.py", VENDOR="Intel MPI")
+    assert result.returncode == 2
+    assert "I_MPI_PMI_LIBRARY" in result.stderr
+    assert "srun" not in result.stdout
+    assert "--mpi=pmix " in run_template("mine.py", VENDOR="Intel MPI", MPI_TYPE="pmix").stdout
+
+
+def test_more_options_for_srun(run_template):
+    told = run_template("mine.py", SRUN_OPTIONS="--network=single_node_vni  --overlap").stdout
+    assert " --network=single_node_vni --overlap sh -c " in told
+
+
+def test_one_gpu_for_each_task_is_told(run_template):
+    result = run_template("mine.py", SLURM_GPUS_ON_NODE="4", SLURM_GPUS_PER_TASK="1")
+    assert result.returncode == 0
+    assert "--gpus-per-node" in result.stderr
+    assert "gpu" not in run_template("mine.py", SLURM_GPUS_ON_NODE="4").stderr
+
+
+def test_the_components_of_a_heterogeneous_job_are_one_world(run_template):
+    cpus = {f"SLURM_CPUS_PER_TASK_HET_GROUP_{group}": str(n) for group, n in enumerate((4, 2, 3))}
+    told = run_template("mine.py", "--x", SLURM_HET_SIZE="3", SRUN_OPTIONS="--exact", **cpus).stdout
+    components = told.strip().removeprefix("srun ").split(" : ")
+    assert len(components) == 3
+    for group, (component, threads) in enumerate(zip(components, (4, 2, 3), strict=True)):
+        assert component.startswith(f"-K --mpi=pmi2 --het-group={group} --cpus-per-task={threads} ")
+        assert " --exact " in component
+        assert component.endswith(" mine.py --x")
+        assert group == 0 or f" OMP_NUM_THREADS={threads} " in component
+    assert "het-group" not in run_template("mine.py").stdout
 
 
 def test_modules_program_and_exit_code(run_template):
@@ -208,3 +253,72 @@ def test_the_end_of_the_job_is_asked_for_where_slurm_does_not_say_it(run_templat
     (tmp_path / "tools" / "srun").write_text("#!/bin/bash\necho end $SLURM_JOB_END_TIME\n")
     assert run_template("mine.py", TZ="UTC").stdout == "end 1795543200\n"
     assert run_template("mine.py", SLURM_JOB_END_TIME="12").stdout == "end 12\n"
+
+
+# -- PBS ---------------------------------------------------------------------------------
+
+PBS = ROOT / "pbs" / "job.pbs"
+
+
+@pytest.fixture
+def run_pbs(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the template on three nodes where mpiexec says what it was given and ends with CODE."""
+    tools, venv = tmp_path / "tools", tmp_path / "venv" / "bin"
+    for path, text in {
+        tools / "mpiexec": 'echo "mpiexec $* threads $OMP_NUM_THREADS"; exit ${CODE:-0}',
+        venv / "python": 'echo "${VENDOR:-MPICH}"',
+    }.items():
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+    # As some sites have it, a line for each rank.
+    (tmp_path / "nodes").write_text("a\na\nb\nb\nc\nc\n")
+
+    def run(**env: str) -> subprocess.CompletedProcess[str]:
+        variables = {
+            "PATH": f"{tools}:{os.environ['PATH']}",
+            "PBS_O_WORKDIR": str(tmp_path),
+            "PBS_NODEFILE": str(tmp_path / "nodes"),
+            "TMPDIR": str(tmp_path),
+            "VENV": str(venv.parent),
+            **env,
+        }
+        return subprocess.run(
+            ["bash", PBS], env=variables, capture_output=True, text=True, timeout=30
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("vendor", "options"),
+    [
+        ("Cray MPICH", "--ppn 4 --depth 8 --cpu-bind depth"),
+        ("Open MPI", r"--hostfile \S+ --map-by ppr:4:node:PE=8 --bind-to core"),
+        ("MPICH", r"-hostfile \S+ -ppn 4 -bind-to core:8"),
+        ("Intel MPI", r"-hostfile \S+ -ppn 4"),
+    ],
+)
+def test_pbs_starts_a_world_over_all_nodes(run_pbs, vendor, options):
+    result = run_pbs(
+        PROGRAM="mine.py --a", RANKS_PER_NODE="4", DEPTH="8", VENDOR=vendor, MPIEXEC_OPTIONS="--x"
+    )
+    assert result.returncode == 0, result.stderr
+    found = re.fullmatch(
+        rf"mpiexec -n 12 {options} --x \S+/bin/python mine.py --a threads 8\n", result.stdout
+    )
+    assert found, result.stdout
+
+
+def test_pbs_ends_with_the_code_of_the_program_and_leaves_nothing(run_pbs, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    assert run_pbs(CODE="3").returncode == 3
+    assert sorted(tmp_path.iterdir()) == before
+    assert run_pbs(MPIEXEC="/nowhere/mpiexec").returncode == 127
+
+
+def test_a_person_can_read_that_of_pbs():
+    text = PBS.read_text()
+    assert max(map(len, text.splitlines())) <= 125
+    (program,) = re.findall(r"^PROGRAM=\$\{PROGRAM:-(\S+)", text, re.MULTILINE)
+    assert (ROOT / program).is_file()
