@@ -35,11 +35,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from threading import RLock
 from types import ModuleType
 from typing import Any
@@ -47,7 +45,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mpimesh.arguments import digest_bits
 from mpimesh.arrays.namespace import Array, DType
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.device_strategy import (
@@ -56,7 +53,9 @@ from mpimesh.comm.device_strategy import (
     DeviceStrategy,
     agree,
     is_plain,
+    node_key,
     plain_copy,
+    process_key,
     steps_in,
 )
 from mpimesh.comm.engine import Steps
@@ -74,11 +73,8 @@ __all__ = [
     "array_at",
     "export_array",
     "exported_memory",
-    "gpu_key",
-    "node_key",
     "one_shot",
     "one_shot_bytes",
-    "process_key",
 ]
 
 DESCRIPTOR = np.dtype(
@@ -695,30 +691,3 @@ class ImportedMemory:
         opened = [*self._lasting.values()]
         self._lasting.clear()
         self.close_all(opened)
-
-
-# -- keys ------------------------------------------------------------------------------------
-
-
-@cache
-def node_key() -> int:
-    """Return a number that processes share only if they run on one start of one machine."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    facts = f"{socket.gethostname()}|{boot.read_text() if boot.exists() else ''}"
-    return digest_bits(facts.encode(), 63)
-
-
-def gpu_key() -> int:
-    """Return a number that no other GPU of the node has."""
-    runtime = sys.modules["cupy"].cuda.runtime
-    device = runtime.getDevice()
-    properties = runtime.getDeviceProperties(device)
-    # Both: CuPy cuts the UUID off at a zero byte, and the parts of a GPU share its place.
-    place = f"{properties.get('uuid')}|{runtime.deviceGetPCIBusId(device)}"
-    return digest_bits(place.encode(), 63)
-
-
-def process_key() -> int:
-    """Return a number that no other process of the node has."""
-    begin = Path("/proc/self/stat").read_text().split()[21]
-    return digest_bits(f"{os.getpid()}|{begin}".encode(), 63)

@@ -35,8 +35,8 @@ import numpy as np
 
 from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.base import Communicator
-from mpimesh.comm.cuda_ipc import gpu_key, node_key
 from mpimesh.comm.cuda_probe_child import OPERATIONS, TRIAL_BYTES
+from mpimesh.comm.device_strategy import gpu_key, node_key
 from mpimesh.comm.engine import ProgressEngine, Steps
 from mpimesh.comm.mpi_environment import (
     cache_folder,

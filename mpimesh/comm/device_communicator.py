@@ -37,7 +37,6 @@ from mpimesh.comm.cuda_ipc import (
     export_array,
     exported_memory,
     one_shot_bytes,
-    process_key,
 )
 from mpimesh.comm.cuda_probe import KNOWN, PROCESS_PROBE, ProbeResult, pair_is_proven
 from mpimesh.comm.device_strategy import (
@@ -48,6 +47,7 @@ from mpimesh.comm.device_strategy import (
     is_plain,
     plain_copy,
     plain_empty,
+    process_key,
     steps_in,
 )
 from mpimesh.comm.engine import ProgressEngine, StagedRequest, Steps

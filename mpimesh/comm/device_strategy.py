@@ -20,17 +20,21 @@ gives it out again in the order of that stream.
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 
+from mpimesh.arguments import digest_bits
 from mpimesh.arrays.dtypes import is_half
 from mpimesh.arrays.namespace import Array, DType, StreamScope, is_cupy
 from mpimesh.comm.base import Communicator
@@ -45,9 +49,12 @@ __all__ = [
     "DeviceStrategy",
     "agree",
     "checked",
+    "gpu_key",
     "is_plain",
+    "node_key",
     "plain_copy",
     "plain_empty",
+    "process_key",
     "steps_in",
 ]
 
@@ -195,6 +202,33 @@ def plain_copy(x: Array, stream: CommStream) -> Array:
 @lru_cache(maxsize=1)
 def _plain_pool(cupy: ModuleType) -> Any:
     return cupy.cuda.MemoryPool()
+
+
+# -- keys ------------------------------------------------------------------------------------
+
+
+@cache
+def node_key() -> int:
+    """Return a number that processes share only if they run on one start of one machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    facts = f"{socket.gethostname()}|{boot.read_text() if boot.exists() else ''}"
+    return digest_bits(facts.encode(), 63)
+
+
+def gpu_key() -> int:
+    """Return a number that no other GPU of the node has."""
+    runtime = sys.modules["cupy"].cuda.runtime
+    device = runtime.getDevice()
+    properties = runtime.getDeviceProperties(device)
+    # Both: CuPy cuts the UUID off at a zero byte, and the parts of a GPU share its place.
+    place = f"{properties.get('uuid')}|{runtime.deviceGetPCIBusId(device)}"
+    return digest_bits(place.encode(), 63)
+
+
+def process_key() -> int:
+    """Return a number that no other process of the node has."""
+    begin = Path("/proc/self/stat").read_text().split()[21]
+    return digest_bits(f"{os.getpid()}|{begin}".encode(), 63)
 
 
 # -- agreement -------------------------------------------------------------------------------

@@ -32,8 +32,7 @@ import numpy as np
 
 from mpimesh.arrays.namespace import Array, DType
 from mpimesh.comm.base import Communicator
-from mpimesh.comm.cuda_ipc import gpu_key, node_key
-from mpimesh.comm.device_strategy import Collective, DeviceStrategy, agree
+from mpimesh.comm.device_strategy import Collective, DeviceStrategy, agree, gpu_key, node_key
 from mpimesh.comm.engine import ProgressEngine, Steps
 from mpimesh.comm.requests import Condition
 from mpimesh.errors import TransportError, on_all_ranks
