@@ -16,11 +16,12 @@ from mpimesh.parallel.batch import Batch, Rows, SupportsStep, check_loss
 from mpimesh.parallel.buckets import BUCKET_BYTES
 from mpimesh.parallel.microbatch import Tree
 from mpimesh.parallel.model import ParallelModel
+from mpimesh.parallel.plans import Options
 from mpimesh.parallel.replicas import live_mesh, no_dim
 from mpimesh.parallel.split_layers import tensor_groups
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step import Step
-from mpimesh.parallel.training_engine import Options, TrainingEngine
+from mpimesh.parallel.training_engine import TrainingEngine
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.trace import Tracer
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, Self
 
 import numpy as np
 
-from mpimesh.arguments import as_flag, as_real, check_kind, digest_text
+from mpimesh.arguments import as_flag, as_real, check_kind, digest_text, shown
 from mpimesh.arrays import Array, to_numpy
 from mpimesh.dtensor import DTensor
-from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError, tell_elsewhere
+from mpimesh.errors import (
+    ModuleError,
+    ModuleStateError,
+    MpimeshError,
+    ShapeError,
+    tell_elsewhere,
+)
 from mpimesh.layout import Layout, Shard
 from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import (
@@ -329,18 +335,26 @@ class ParallelModel(ABC):
         enter and leave it together.
 
         Args:
-            write: Keep what was written, which must be the same on all replicas: each keeps its
-                part.
+            write: Keep what was written. Every rank writes, into arrays of its own, and all
+                replicas the same; at the end the values are compared, and become the model's once.
+                Without it what is written may be lost, or be seen by other ranks.
+
+        Raises:
+            MismatchError: At the end of writing, on every rank, if replicas have written different
+                values; the model keeps those that it had. So it does if the block raises.
 
         Cost:
-            One all-gather for each bucket, and memory for all values of this rank's layers.
+            One all-gather for each bucket, and memory for all values of this rank's layers; to
+            write, that of a copy, too, and reading it once.
 
         Example:
             >>> with model.gathered():
             ...     largest = max(abs(one.data).max() for one in model.parameters())
         """
-        self._engine.check_ready()
-        return self._engine.layer_values.whole(write=as_flag(write, "write", ModuleError))
+        engine = self._engine
+        engine.check_ready()
+        writes = as_flag(write, "write", ModuleError)
+        return _writing(engine) if writes else engine.layer_values.whole()
 
     # -- local -----------------------------------------------------------------------------
 
@@ -501,6 +515,7 @@ class ParallelModel(ABC):
         return self
 
 
+_WRITTEN = "the end of gathered(write=True)"
 _BY_TRAIN_STEP = (
     "train_step(x, target, loss=...) does forward and backward of the whole batch, and adds up the "
     "gradients of the ranks"
@@ -530,6 +545,35 @@ tell_elsewhere(
         "optim_state_dict": "a ParallelOptimizer has it: optimizer.full_state_dict()",
     },
 )
+
+
+@contextmanager
+def _writing(engine: TrainingEngine) -> Iterator[None]:
+    """Have copies of all values here; what replicas have written alike becomes the model's."""
+    with engine.layer_values.whole(write=True):
+        memories = [(one, one.value()) for _, one in engine.named_parameters()]
+        for one, memory in memories:
+            one.data = memory.copy()
+        try:
+            try:
+                yield
+            except Exception as error:
+                # The others are about to compare.
+                what = f"gathered(write=True) was left by {type(error).__name__}: {error}"
+                with suppress(MpimeshError):
+                    agree(engine.scope, _WRITTEN, problem=ModuleStateError(what))
+                raise
+            odd = [one for one, memory in memories if np.shape(one.data) != memory.shape]
+            problem = ShapeError(f"{odd[0]!r} has got {shown(odd[0].data)}") if odd else None
+            agree(engine.scope, _WRITTEN, problem=problem)
+            engine.check_values("what is written in gathered(write=True) must be so on all of them")
+            written = [one.data for one, _ in memories]
+        finally:
+            for one, memory in memories:
+                one.data = memory
+        # Ranks that have one memory write the same bytes there, each all of them.
+        for (_, memory), values in zip(memories, written, strict=True):
+            memory[...] = values
 
 
 def _digest_of(changes: Sequence[tuple[Array, Array]]) -> str:

@@ -19,11 +19,11 @@ from mpimesh.parallel.buckets import BUCKET_BYTES
 from mpimesh.parallel.layer_costs import REPEATS, partition_layers
 from mpimesh.parallel.microbatch import Tree, check_microbatches
 from mpimesh.parallel.model import ParallelModel
-from mpimesh.parallel.plans import ScheduleLike
+from mpimesh.parallel.plans import Options, ScheduleLike
 from mpimesh.parallel.replicas import group_along, live_mesh
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step import END_OF_STEP, GRADIENTS, Step
-from mpimesh.parallel.training_engine import Options, TrainingEngine
+from mpimesh.parallel.training_engine import TrainingEngine
 from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call

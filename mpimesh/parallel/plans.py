@@ -20,10 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any, cast
 
-from mpimesh.arguments import shown
-from mpimesh.errors import ScheduleError
+from mpimesh.arguments import as_flag, as_int, as_real, shown
+from mpimesh.errors import ModuleError, ScheduleError
+from mpimesh.nn.parameter import float_dtype
+from mpimesh.parallel.buckets import GRAD_DTYPE
 from mpimesh.schedule import (
     Action,
     ActionKind,
@@ -37,10 +40,12 @@ from mpimesh.schedule import (
     validate,
 )
 from mpimesh.schedule.generators import forward_schedule
+from mpimesh.trace import Tracer
 
 __all__ = [
     "ABORT_TAG",
     "MAX_EDGES",
+    "Options",
     "Plans",
     "ScheduleLike",
     "StepPlan",
@@ -277,3 +282,55 @@ def message_tags(number: int, what: object) -> tuple[int, int]:
             f"{what}; make fewer stages or skips"
         )
     return _FIRST_TAG + 2 * number, _FIRST_TAG + 2 * number + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of the cut and the training of a model.
+
+    Attributes:
+        num_microbatches: Most microbatches of a replica's batch.
+        schedule: Order of the work.
+        seed: Seed of the first values and of dropout.
+        dtype: Of the parameters.
+        grad_dtype: Of gradients, where it is wider; None is that of the parameters.
+        xp: The array library.
+        bucket_bytes: Most bytes of a gradient bucket.
+        overlap: Whether buckets are reduced during the backward.
+        broadcast: Whether all replicas start with the values of the first one.
+        tracer: Records what the rank does.
+        advice: What to say beside that the stages do not fit the ranks.
+        stage: How much of gradients and values each replica has of its own, see
+            :mod:`mpimesh.parallel.bucket`; 0 is all.
+    """
+
+    num_microbatches: int
+    schedule: ScheduleLike
+    seed: int
+    dtype: Any
+    xp: ModuleType
+    bucket_bytes: int
+    overlap: bool = True
+    broadcast: bool = False
+    tracer: Tracer | None = None
+    grad_dtype: Any = None
+    advice: str = ""
+    stage: int = 0
+
+    def check(self) -> None:
+        """Refuse what is of the wrong kind, or out of range. Local.
+
+        Raises:
+            MpimeshError: If anything is.
+        """
+        as_int(self.seed, "seed", ModuleError, least=0)
+        as_flag(self.overlap, "overlap", ModuleError)
+        as_flag(self.broadcast, "broadcast", ModuleError)
+        as_real(self.bucket_bytes, "bucket_bytes", ModuleError, least=1, finite=False)
+        float_dtype(self.dtype, what="dtype: parameters are kept")
+        if self.grad_dtype is not None:
+            float_dtype(self.grad_dtype, what=GRAD_DTYPE)
+        if not hasattr(self.xp, "ndarray"):
+            raise ModuleError(f"xp must be numpy or cupy, got {shown(self.xp)}")
+        if not isinstance(self.tracer, Tracer | None):
+            raise ModuleError(f"tracer must be a Tracer or None, got {shown(self.tracer)}")

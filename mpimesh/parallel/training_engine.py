@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import ReferenceType
 
 import numpy as np
 
-from mpimesh.arguments import as_flag, as_int, as_real, shown
+from mpimesh.arguments import as_flag, as_int, shown
 from mpimesh.arrays import Array, HostArray, to_numpy
 from mpimesh.arrays.memory import ArrayPool
 from mpimesh.errors import (
@@ -24,16 +23,16 @@ from mpimesh.errors import (
 )
 from mpimesh.nn import Parameter
 from mpimesh.nn.containers import is_plain
-from mpimesh.nn.parameter import Buffer, float_dtype
+from mpimesh.nn.parameter import Buffer
 from mpimesh.optim import LossScaler
 from mpimesh.parallel.bucket import STAGES, SharedValues, share_frozen
 from mpimesh.parallel.bucket_plan import Plan
-from mpimesh.parallel.buckets import GRAD_DTYPE, GradientBuckets
+from mpimesh.parallel.buckets import GradientBuckets
 from mpimesh.parallel.executor import Executor
 from mpimesh.parallel.header import StepExchanges, fingerprint
 from mpimesh.parallel.links import Links
 from mpimesh.parallel.microbatch import check_microbatches
-from mpimesh.parallel.plans import Plans, ScheduleLike
+from mpimesh.parallel.plans import Options, Plans
 from mpimesh.parallel.replicas import (
     agree_together,
     agree_values,
@@ -58,9 +57,9 @@ from mpimesh.parallel.task import Interface, Task, input_title
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call
-from mpimesh.trace import NULL_TRACER, Tracer
+from mpimesh.trace import NULL_TRACER
 
-__all__ = ["Options", "TrainingEngine"]
+__all__ = ["TrainingEngine"]
 
 _NO_BUCKETS = (
     "the gradient buckets could not be made anew, and this rank has none by which it would stay "
@@ -98,58 +97,6 @@ class ModelOptimizer(Protocol):
 
     def release(self) -> Callable[[], None]:
         """Return what goes on with new buckets, collectively, once they are made. Local."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Options of the cut and the training of a model.
-
-    Attributes:
-        num_microbatches: Most microbatches of a replica's batch.
-        schedule: Order of the work.
-        seed: Seed of the first values and of dropout.
-        dtype: Of the parameters.
-        grad_dtype: Of gradients, where it is wider; None is that of the parameters.
-        xp: The array library.
-        bucket_bytes: Most bytes of a gradient bucket.
-        overlap: Whether buckets are reduced during the backward.
-        broadcast: Whether all replicas start with the values of the first one.
-        tracer: Records what the rank does.
-        advice: What to say beside that the stages do not fit the ranks.
-        stage: How much of gradients and values each replica has of its own, see
-            :mod:`mpimesh.parallel.bucket`; 0 is all.
-    """
-
-    num_microbatches: int
-    schedule: ScheduleLike
-    seed: int
-    dtype: Any
-    xp: ModuleType
-    bucket_bytes: int
-    overlap: bool = True
-    broadcast: bool = False
-    tracer: Tracer | None = None
-    grad_dtype: Any = None
-    advice: str = ""
-    stage: int = 0
-
-    def check(self) -> None:
-        """Refuse what is of the wrong kind, or out of range. Local.
-
-        Raises:
-            MpimeshError: If anything is.
-        """
-        as_int(self.seed, "seed", ModuleError, least=0)
-        as_flag(self.overlap, "overlap", ModuleError)
-        as_flag(self.broadcast, "broadcast", ModuleError)
-        as_real(self.bucket_bytes, "bucket_bytes", ModuleError, least=1, finite=False)
-        float_dtype(self.dtype, what="dtype: parameters are kept")
-        if self.grad_dtype is not None:
-            float_dtype(self.grad_dtype, what=GRAD_DTYPE)
-        if not hasattr(self.xp, "ndarray"):
-            raise ModuleError(f"xp must be numpy or cupy, got {shown(self.xp)}")
-        if not isinstance(self.tracer, Tracer | None):
-            raise ModuleError(f"tracer must be a Tracer or None, got {shown(self.tracer)}")
 
 
 class TrainingEngine:
@@ -590,7 +537,7 @@ class TrainingEngine:
             resume()
         self.why_no_step = ""
 
-    def check_values(self) -> None:
+    def check_values(self, cure: str = "") -> None:
         """Return if all ranks that hold the same values hold the same bits. Collective.
 
         Raises:
@@ -598,7 +545,7 @@ class TrainingEngine:
         """
         with self.layer_values.whole():
             ties = partial(self.ties.agree, values=True)
-            agree_together(self.scope, [ties, *self._questions_of_values()])
+            agree_together(self.scope, [ties, *self._questions_of_values(cure=cure)])
 
     # -- helpers ----------------------------------------------------------------------------
 
