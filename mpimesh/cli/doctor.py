@@ -35,7 +35,7 @@ from mpimesh.comm.mpi_environment import Ucx
 from mpimesh.errors import LaunchError
 from mpimesh.runtime import Launch, exit_all
 from mpimesh.runtime.failure import TimeLimit, end_job
-from mpimesh.runtime.launch import check_world
+from mpimesh.runtime.launch import check_world, way_to_mpi
 
 __all__ = [
     "crowded",
@@ -196,7 +196,7 @@ def find_findings(diagnosis: Diagnosis) -> tuple[Finding, ...]:
 
 def _no_mpi(facts: Diagnosis) -> Iterator[Finding]:
     if facts.mpi.problem:
-        yield Finding("error", facts.mpi.problem, "pip install mpich")
+        yield Finding("error", facts.mpi.problem, way_to_mpi())
 
 
 def _world(facts: Diagnosis) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mpimesh.errors import LaunchError, on_all_ranks
 
-__all__ = ["Launch", "check_world", "end_before_mpi", "exit_status", "is_rank"]
+__all__ = ["Launch", "check_world", "end_before_mpi", "exit_status", "is_rank", "way_to_mpi"]
 
 _ANSWER_S = 3.0
 """Longest wait for what the launcher answers."""
@@ -33,8 +33,8 @@ class Launch:
     """Rank, node and size of the job, as the launcher of this process states them.
 
     Attributes:
-        launcher: ``"mpiexec (Open MPI)"``, ``"mpiexec (MPICH)"``, ``"srun"``, ``"a PMI launcher"``
-            or ``"none"``.
+        launcher: ``"mpiexec (Open MPI)"``, ``"mpiexec (MPICH)"``, ``"srun"``, ``"torchrun"`` or
+            another, ``"none"`` without any.
         size: Number of tasks started together.
         rank: This task among them.
         local_rank: This task among those of its node; None where the launcher does not say.
@@ -55,10 +55,12 @@ class Launch:
         # The innermost launcher comes first: mpiexec may run inside an srun or sbatch.
         for launcher, mark, size, rank, local_rank in _VARIABLES:
             if mark in env:
+                number = _whole(env.get(rank)) or 0
                 return cls(
                     launcher,
-                    _whole(env.get(size)) or 1,
-                    _whole(env.get(rank)) or 0,
+                    # PMIx says no size, but a task that is not the first is not alone.
+                    _whole(env.get(size)) or number + 1,
+                    number,
                     _whole(env.get(local_rank)),
                     node,
                 )
@@ -66,7 +68,9 @@ class Launch:
 
 
 # Launcher; what it alone sets; size, rank and local rank. `srun --mpi=pmi2` sets PMI_SIZE and
-# PMI_RANK as MPICH's mpiexec does, but no local rank. Cray's launcher says it as below.
+# PMI_RANK as MPICH's mpiexec does, but no local rank. Cray's launcher says it as below. Of Slurm's
+# variables those of the job, such as SLURM_NTASKS, are also there where a script or `salloc` starts
+# one process; so are WORLD_SIZE and the like in scripts, where nobody has set RANK and LOCAL_RANK.
 _VARIABLES = (
     (
         "mpiexec (Open MPI)",
@@ -83,7 +87,26 @@ _VARIABLES = (
         "SLURM_PROCID",
         "SLURM_LOCALID",
     ),
+    ("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_RANKID", "PALS_LOCAL_RANKID"),
+    (
+        "jsrun",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_LOCAL_RANK",
+    ),
+    (
+        "mpirun_rsh (MVAPICH)",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+    ),
+    ("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
     ("a PMI launcher", "PMI_SIZE", "PMI_SIZE", "PMI_RANK", "PMI_LOCAL_RANK"),
+    ("a PMIx launcher", "PMIX_RANK", "", "PMIX_RANK", "PMIX_LOCAL_RANK"),
+    ("torchrun", "TORCHELASTIC_RUN_ID", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
+    ("a launcher for PyTorch", "LOCAL_RANK", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
 )
 
 
@@ -107,13 +130,13 @@ def check_world(launch: Launch, world_size: int, vendor: str, *, reason: str = "
         return
     what = f"{launch.launcher} started {launch.size} tasks, but this is task {launch.rank} and "
     if not vendor:
-        error = LaunchError(
-            f"{what}no MPI library could be loaded ({reason}); "
-            "install one, for example: pip install mpich"
-        )
+        error = LaunchError(f"{what}no MPI library could be loaded ({reason}); {way_to_mpi()}")
     else:
         if launch.launcher != "srun":
-            cure = f"start it with the mpiexec that belongs to {vendor}, beside this Python"
+            cure = (
+                f"start it with the mpiexec that belongs to {vendor}, beside this Python: "
+                f"mpiexec -n {launch.size} python program.py"
+            )
         elif vendor in _SRUN_FLAGS:
             cure = f"start it with `srun {_SRUN_FLAGS[vendor]}`"
         else:
@@ -122,6 +145,21 @@ def check_world(launch: Launch, world_size: int, vendor: str, *, reason: str = "
             f"{what}{vendor} sees a world of 1, as it does not use this launcher's protocol; {cure}"
         )
     raise on_all_ranks(error)
+
+
+def way_to_mpi() -> str:
+    """Return what to do where no MPI library could be loaded."""
+    from ctypes.util import find_library  # late: only errors need it
+
+    # Debian's MPICH has another name than the wheels of mpi4py look for.
+    name = find_library("mpich")
+    if name is None:
+        return "install one, for example: pip install mpich"
+    return (
+        f"install another one: pip install mpich, or take this machine's {name}, by a symlink to "
+        "it called libmpi.so.12 in a folder on LD_LIBRARY_PATH, or by an mpi4py built for it: pip "
+        "install --force-reinstall --no-binary mpi4py mpi4py"
+    )
 
 
 def is_rank() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -99,3 +100,12 @@ def test_workflows_run_what_the_makefile_has():
     for path in (ROOT / ".github" / "workflows").glob("*.yml"):
         for target in re.findall(r"run: make ([\w-]+)", path.read_text()):
             assert re.search(rf"^{target}:", makefile, re.M), f"{path.name}: make {target}"
+
+
+def test_an_older_python_is_refused_before_anything_is_searched_for(monkeypatch):
+    """Some versions of pip search for minutes, and say nothing of Python."""
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13))
+    with pytest.raises(SystemExit, match=r"3\.11 or newer.*3\.10\.13"):
+        runpy.run_path(str(ROOT / "setup.py"))
+    stated = (ROOT / "pyproject.toml").read_text()
+    assert 'requires-python = ">=3.11"' in stated

@@ -311,7 +311,19 @@ ELSEWHERE = {
     *("flux", "git", "grep", "ldd", "ls", "mkdir", "module", "nvidia-smi", "pkg-config", "podman"),
     *("qsub", "salloc", "scancel", "scontrol", "sed", "sinfo", "source", "squeue", "ulimit"),
     *("which", "while", "docker", "tar", "df", "du", "chmod", "conda", "spack", "nsys", "ps"),
-    *("pre-commit", "ruff", "mypy", "pytest", "kill", ".", "sacct", "ompi_info", "less", "uv"),
+    *(
+        "pre-commit",
+        "ruff",
+        "mypy",
+        "pytest",
+        "kill",
+        "ln",
+        ".",
+        "sacct",
+        "ompi_info",
+        "less",
+        "uv",
+    ),
 }
 """Programs of others, whose options nobody checks here."""
 STARTERS = {
