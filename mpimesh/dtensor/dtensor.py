@@ -22,7 +22,7 @@ from mpimesh.dtensor.consistency import (
 )
 from mpimesh.dtensor.defaults import as_live
 from mpimesh.dtensor.dispatch import FACTS, FUNCTIONS, StandIn, name_of, rule_of, sure_rule_of
-from mpimesh.dtensor.methods import Methods
+from mpimesh.dtensor.methods import Methods, require_member
 from mpimesh.dtensor.redistribute import (
     Redistribution,
     fitting_layout,
@@ -51,7 +51,7 @@ from mpimesh.runtime.operands import split_array
 from mpimesh.runtime.persistent import Persistent
 from mpimesh.trace import html
 
-__all__ = ["DTensor", "are_whole", "common_mesh", "gathered"]
+__all__ = ["DTensor", "are_whole", "common_mesh", "gathered", "whole_of"]
 
 _IN_PLACE = (np.place,)
 
@@ -558,6 +558,16 @@ def common_mesh(operands: Sequence[Any]) -> DeviceMesh:
     return mesh
 
 
+def whole_of(x: DTensor) -> HostArray:
+    """Return the whole array, on whose values the shape of a result depends. Collective.
+
+    Raises:
+        RankError: If this rank is not in the mesh.
+    """
+    require_member(x)
+    return x.full()
+
+
 def gathered(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `function` with whole arrays in place of split ones. Collective.
 
@@ -565,6 +575,7 @@ def gathered(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     Raises:
         NoRuleError: If `function` writes into its argument.
+        RankError: If this rank is not in the mesh.
     """
     if function in _IN_PLACE:
         raise NoRuleError(
@@ -574,8 +585,6 @@ def gathered(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     found: list[DTensor] = []
     whole_args, whole_kwargs = _replaced(args, found), _replaced(kwargs, found)
     mesh = common_mesh(found)
-    if not found[0].is_member:
-        raise LayoutError(f"rank {mesh.rank} is not in the mesh, and gathers nothing")
     return _split(function(*whole_args, **whole_kwargs), mesh)
 
 
@@ -591,7 +600,7 @@ def are_whole(tree: Any) -> bool:
 def _replaced(tree: Any, found: list[DTensor]) -> Any:
     if isinstance(tree, DTensor):
         found.append(tree)
-        return tree.full()
+        return whole_of(tree)
     if isinstance(tree, list | tuple):
         return type(tree)(_replaced(one, found) for one in tree)
     if isinstance(tree, dict):

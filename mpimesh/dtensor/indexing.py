@@ -9,10 +9,10 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
-from mpimesh.dtensor.dtensor import DTensor, common_mesh
+from mpimesh.dtensor.dtensor import DTensor, common_mesh, whole_of
 from mpimesh.dtensor.elementwise import call
 from mpimesh.dtensor.joining import concatenate, pad
-from mpimesh.dtensor.methods import reduced
+from mpimesh.dtensor.methods import reduced, require_member
 from mpimesh.dtensor.picking import exchange_counts, pick, pick_along, pick_pairs
 from mpimesh.dtensor.reshape import (
     broadcast_to,
@@ -36,7 +36,7 @@ from mpimesh.dtensor.run import (
     row_of,
     whole_key,
 )
-from mpimesh.errors import IndexOutOfRangeError, LayoutError, NoRuleError, ShapeError
+from mpimesh.errors import IndexOutOfRangeError, NoRuleError, ShapeError
 from mpimesh.layout import Layout, Placement, Shard
 from mpimesh.layout.axis_rules import row_dim, rows_placement
 from mpimesh.layout.keys import checked_indices, read_key
@@ -173,18 +173,11 @@ def masked(x: DTensor, mask: DTensor) -> DTensor:
     target = rows_placement(x.placement, x.shape, mask.ndim)
     x = moved_to(x, target)
     mask = moved_to(mask, rows_placement(target, x.shape, mask.ndim, only=True))
-    found = _member(x).local[mask.local]
+    require_member(x)
+    found = x.local[mask.local]
     rest = x.shape[mask.ndim :]
     places = {axis: axis - mask.ndim + 1 for axis in range(mask.ndim, x.ndim)}
     return of_rows(x, found, rest, {0: 0, **places})
-
-
-def _member(x: DTensor) -> DTensor:
-    if not x.is_member:
-        raise LayoutError(
-            f"rank {x.mesh.rank} is not in the mesh, and cannot know how many elements are found"
-        )
-    return x
 
 
 def of_rows(x: DTensor, block: HostArray, rest: tuple[int, ...], places: dict[int, int]) -> DTensor:
@@ -209,7 +202,8 @@ def of_rows(x: DTensor, block: HostArray, rest: tuple[int, ...], places: dict[in
 def argwhere(a: Any) -> DTensor:
     """Return the indices of elements that are not 0, one in each row. Collective."""
     x = reduced(a)
-    x = _member(moved_to(x, rows_placement(x.placement, x.shape, x.ndim)))
+    x = moved_to(x, rows_placement(x.placement, x.shape, x.ndim))
+    require_member(x)
     block = np.argwhere(x.local)
     block += np.array(x.global_offset, block.dtype)
     return of_rows(x, block, (x.ndim,), {0: 0})
@@ -394,7 +388,7 @@ def trim_zeros(filt: Any, trim: str = "fb", axis: Any = None) -> DTensor:
     key = [slice(None)] * filt.ndim
     for one in axes:
         others = tuple(other for other in range(filt.ndim) if other != one)
-        flags = np.flatnonzero(np.any(found, axis=others).full())
+        flags = np.flatnonzero(whole_of(np.any(found, axis=others)))
         start, stop = (int(flags[0]), int(flags[-1]) + 1) if len(flags) else (0, 0)
         if len(flags) or "f" in sides or "b" in sides:
             key[one] = slice(

@@ -19,7 +19,7 @@ from numpy.linalg import LinAlgError
 from mpimesh.dtensor.consistency import raise_together
 from mpimesh.dtensor.contract import dot, matmul, outer, tensordot
 from mpimesh.dtensor.dispatch import implements, may_gather, name_of, sure_rule_of
-from mpimesh.dtensor.dtensor import DTensor, are_whole, gathered
+from mpimesh.dtensor.dtensor import DTensor, are_whole, gathered, whole_of
 from mpimesh.dtensor.elementwise import call
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.reduce import reduce, reduce_blocks
@@ -174,7 +174,7 @@ def _with_options(
 
 
 def _plain(x: Any) -> Any:
-    return x.full() if isinstance(x, DTensor) else x
+    return whole_of(x) if isinstance(x, DTensor) else x
 
 
 # -- one matrix ------------------------------------------------------------------------------

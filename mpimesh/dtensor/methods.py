@@ -23,7 +23,7 @@ from mpimesh.layout import Partial, Replicate
 from mpimesh.layout.op_rules import broadcast_shape
 from mpimesh.runtime.operands import normal_axis
 
-__all__ = ["Methods", "reduced"]
+__all__ = ["Methods", "reduced", "require_member"]
 
 T = TypeVar("T")
 
@@ -357,9 +357,12 @@ class Methods(NDArrayOperatorsMixin):
         self[...] = value  # type: ignore[index]
 
     def tolist(self) -> Any:
-        """Return the whole array as lists of Python's numbers. Collective, as :meth:`full`."""
+        """Return the whole array as lists of Python's numbers. Collective, as :meth:`full`.
+
+        None on ranks that are not in the mesh.
+        """
         me: Any = self
-        return me.full().tolist()
+        return me.full().tolist() if me.is_member else None
 
     def _fill_with(self, values: Self) -> None:
         """Take over the values of an array of the same shape, in place. Collective."""
@@ -421,6 +424,19 @@ def _place_of(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, ...]
     return places
 
 
+def require_member(x: Any) -> None:
+    """Refuse what depends on values of `x` on a rank that has none.
+
+    Raises:
+        RankError: If this rank is not in the mesh.
+    """
+    if not x.is_member:
+        raise RankError(
+            f"rank {x.mesh.rank} is not in the mesh of {x!r} and has no value of it: leave the "
+            "call to the ranks of the mesh"
+        )
+
+
 def _item_of(x: Any, what: str) -> Any:
     """Return the element of an array that has one. Collective, unless all ranks have it.
 
@@ -437,8 +453,7 @@ def _item_of(x: Any, what: str) -> Any:
             f"{x!r} has {x.size} elements, and only an array of one can {what}; reduce it "
             "first, with x.any(), x.all() or x.sum(), or take x.full() for the whole array"
         )
-    if not x.is_member:
-        raise RankError(f"rank {x.mesh.rank} is not in the mesh of {x!r} and has no value of it")
+    require_member(x)
     whole = x.local if x.layout.is_replicated else x.full()
     return whole.item()
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.dispatch import implements
-from mpimesh.dtensor.dtensor import DTensor
+from mpimesh.dtensor.dtensor import DTensor, whole_of
 from mpimesh.dtensor.picking import exchange_counts, exchange_pieces, place_in
 from mpimesh.dtensor.run import (
     as_tensors,
@@ -463,7 +463,7 @@ def common_type(*arrays: Any) -> Any:
 @implements(np.min_scalar_type, fact=True)
 def min_scalar_type(a: Any, /) -> np.dtype[Any]:
     """Return the dtype of an array; of one without axes the smallest for its value. Collective."""
-    kind: np.dtype[Any] = a.dtype if a.ndim else np.min_scalar_type(a.full()[()])
+    kind: np.dtype[Any] = a.dtype if a.ndim else np.min_scalar_type(whole_of(a)[()])
     return kind
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from mpimesh.arrays import DType, HostArray, refuse_masked, refuse_objects
 from mpimesh.dtensor.consistency import raise_together
 from mpimesh.dtensor.dispatch import implements, name_of
-from mpimesh.dtensor.dtensor import DTensor, common_mesh
+from mpimesh.dtensor.dtensor import DTensor, common_mesh, whole_of
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.redistribute import identity_of, moves_between_ranks
 from mpimesh.errors import (
@@ -66,6 +66,7 @@ __all__ = [
     "run",
     "shape_of",
     "store",
+    "table_of",
     "whole_key",
 ]
 
@@ -199,10 +200,24 @@ def as_tensors(operands: Iterable[Any]) -> list[DTensor]:
 
 
 def whole_key(key: Any) -> Any:
-    """Return a key with plain arrays in place of split ones. Collective, if there are any."""
+    """Return a key with plain arrays in place of split ones. Collective, if there are any.
+
+    Raises:
+        RankError: If there are any, and this rank is not in their mesh.
+    """
     if isinstance(key, tuple):
         return tuple(map(whole_key, key))
-    return key.full() if isinstance(key, DTensor) else key
+    return whole_of(key) if isinstance(key, DTensor) else key
+
+
+def table_of(x: Any) -> Any:
+    """Return a plain array in place of a split one, whose values no layout depends on. Collective.
+
+    Ranks that are not in the mesh get zeros: their work has no elements.
+    """
+    if not isinstance(x, DTensor):
+        return x
+    return x.full() if x.is_member else np.zeros(x.shape, x.dtype)
 
 
 def moved_to(x: DTensor, placement: Placement) -> DTensor:

@@ -11,7 +11,7 @@ from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor, common_mesh
 from mpimesh.dtensor.elementwise import blockwise
 from mpimesh.dtensor.indexing import masked, of_rows
-from mpimesh.dtensor.methods import reduced
+from mpimesh.dtensor.methods import reduced, require_member
 from mpimesh.dtensor.picking import exchange_counts, exchange_pieces, place_in, true_anywhere
 from mpimesh.dtensor.reshape import permuted, ravel, reshape, row_along
 from mpimesh.dtensor.run import (
@@ -20,8 +20,9 @@ from mpimesh.dtensor.run import (
     as_tensors,
     implements_by_name,
     moved_to,
+    table_of,
 )
-from mpimesh.errors import AxisError, IndexOutOfRangeError, LayoutError, ShapeError
+from mpimesh.errors import AxisError, IndexOutOfRangeError, ShapeError
 from mpimesh.layout import Layout, Placement, PlacementSpec, Shard
 from mpimesh.layout.axis_rules import lines_placement, row_dim, rows_placement, unsplit
 from mpimesh.layout.tiling import places_of
@@ -259,7 +260,7 @@ def searchsorted(a: Any, v: Any, side: Any = "left") -> DTensor:
     mesh = common_mesh([a, v])
     if np.ndim(a) != 1 or side not in ("left", "right"):
         raise AxisError(f"np.searchsorted takes a sorted row, and side left or right; got {side!r}")
-    row = np.asarray(a.full() if isinstance(a, DTensor) else a)
+    row = np.asarray(table_of(a))
     values = reduced(as_tensor(v, mesh))
     block: HostArray | None = None
     if values.is_member:
@@ -287,8 +288,7 @@ def unique(
     """
     x = ravel(reduced(ar))
     x = moved_to(x, rows_placement(x.placement, x.shape, 1))
-    if not x.is_member:
-        raise LayoutError(f"rank {x.mesh.rank} is not in the mesh, and knows no elements of {ar!r}")
+    require_member(x)
     values, first, counts = np.unique(
         x.local, return_index=True, return_counts=True, equal_nan=equal_nan
     )
@@ -367,7 +367,7 @@ def isin(
         Every rank gets the different ones of the others.
     """
     x, _ = as_tensors([element, test_elements])
-    others = _whole_set(test_elements)
+    others = _whole_set(test_elements) if x.is_member else ()
 
     def found(block: Any) -> Any:
         return np.isin(block, others, invert=invert, kind=kind)

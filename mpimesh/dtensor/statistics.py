@@ -21,7 +21,14 @@ from mpimesh.dtensor.reduce import (
     strict_axes,
 )
 from mpimesh.dtensor.reshape import atleast_2d, permuted, squeeze
-from mpimesh.dtensor.run import Work, as_tensor, implements_by_name, reduced_anywhere, shape_of
+from mpimesh.dtensor.run import (
+    Work,
+    as_tensor,
+    implements_by_name,
+    reduced_anywhere,
+    shape_of,
+    table_of,
+)
 from mpimesh.errors import DTypeError, ShapeError
 
 __all__: list[str] = []
@@ -158,7 +165,7 @@ def _along(w: Any, axis: int, ndim: int) -> Any:
     shape = [1] * ndim
     shape[axis] = w.shape[0]
     if isinstance(w, DTensor):
-        w = w.full()
+        w = table_of(w)
     return w.reshape(shape)
 
 
@@ -176,7 +183,7 @@ def _quantile(function: Callable[..., Any]) -> None:
         weights: Any = None,
         overwrite_input: bool = False,
     ) -> DTensor:
-        levels = q.full() if isinstance(q, DTensor) else q
+        levels = table_of(q)
         options: dict[str, Any] = {"method": method, "keepdims": keepdims}
         if not a.size and function in (np.nanquantile, np.nanpercentile):
             # NumPy's answer to no elements at all is of another shape.
@@ -195,7 +202,7 @@ def _quantile(function: Callable[..., Any]) -> None:
                 if bool(np.any(np.less(weights, 0))):  # on one rank, perhaps
                     raise ShapeError.everywhere("weights of quantiles are not negative")
             elif shape_of(weights) == tuple(a.shape[axis] for axis in axes):
-                axis_weights = weights.full() if isinstance(weights, DTensor) else weights
+                axis_weights = table_of(weights)
             else:
                 raise ShapeError.everywhere(
                     f"weights of shape {shape_of(weights)} fit neither the shape {a.shape} nor "

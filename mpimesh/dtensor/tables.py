@@ -9,7 +9,7 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
-from mpimesh.dtensor.dtensor import DTensor
+from mpimesh.dtensor.dtensor import DTensor, whole_of
 from mpimesh.dtensor.elementwise import blockwise, call, plain, tried
 from mpimesh.dtensor.linear import linear_for
 from mpimesh.dtensor.reduce import reduce
@@ -21,6 +21,7 @@ from mpimesh.dtensor.run import (
     reduced_anywhere,
     run,
     shape_of,
+    table_of,
     whole_key,
 )
 from mpimesh.errors import DTypeError, NoRuleError, ShapeError
@@ -65,8 +66,7 @@ def histogram(
             "np.histogram between edges adds up weights, and truth values are not added up: "
             "take weights.astype(int)"
         )
-    if isinstance(bins, DTensor):
-        bins = bins.full()
+    bins = whole_key(bins)
     if range is None and np.ndim(bins) == 0 and 0 not in shape_of(a):
         range = (reduce(np.minimum, a, None).item(), reduce(np.maximum, a, None).item())  # noqa: A001
     none = np.empty(0, a.dtype)
@@ -163,14 +163,14 @@ def _edges(column: Any, bins: Any, limits: Any) -> HostArray:
         ShapeError: If there is no bin, or the edges do not grow.
         TypeError: If their number is no whole one.
     """
-    bins = bins.full() if isinstance(bins, DTensor) else bins
+    bins = whole_key(bins)
     if np.ndim(bins) == 0:
         if bins < 1:
             raise ShapeError.everywhere(f"a histogram has at least 1 bin, got {bins!r}")
         # NumPy's limits: with them it makes the edges of one axis of a histogram of several.
         none = np.empty((0, 1), column.dtype)
         if limits is None and shape_of(column)[0]:
-            best = [reduce(one, column, None).full()[()] for one in (np.minimum, np.maximum)]
+            best = [whole_of(reduce(one, column, None))[()] for one in (np.minimum, np.maximum)]
             none = np.asarray(best)[:, None]
         return np.histogramdd(none, [bins], None if limits is None else [limits])[1][0]
     edges = np.asarray(bins)
@@ -251,7 +251,7 @@ def _each(function: Callable[..., Any], operands: Sequence[Any], *, refuses: boo
 @implements(np.digitize)
 def digitize(x: Any, bins: Any, right: bool = False) -> Any:
     """Return in which bin each element is, laid out as `x`. Split bins are gathered."""
-    edges = whole_key(bins)
+    edges = table_of(bins)
     return blockwise(
         lambda block: np.digitize(block, edges, right), as_tensors([x, bins])[:1], refuses=False
     )
@@ -262,7 +262,7 @@ def interp(
     x: Any, xp: Any, fp: Any, left: Any = None, right: Any = None, period: Any = None
 ) -> Any:
     """Interpolate between the points of a table, laid out as `x`. A split table is gathered."""
-    known, values = whole_key(xp), whole_key(fp)
+    known, values = table_of(xp), table_of(fp)
     return blockwise(
         lambda block: np.interp(block, known, values, left, right, period),
         as_tensors([x, xp, fp])[:1],
@@ -273,7 +273,7 @@ def interp(
 @implements(np.polyval)
 def polyval(p: Any, x: Any) -> Any:
     """Return the values of a polynomial, laid out as `x`. Split coefficients are gathered."""
-    coefficients = whole_key(p)
+    coefficients = table_of(p)
     return blockwise(
         lambda block: np.polyval(coefficients, block), as_tensors([x, p])[:1], refuses=False
     )

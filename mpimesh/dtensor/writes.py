@@ -18,7 +18,7 @@ from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.picking import pick_along, true_anywhere
 from mpimesh.dtensor.redistribute import identity_of
 from mpimesh.dtensor.reshape import broadcast_to, expand_dims, reshape, row_along, squeeze
-from mpimesh.dtensor.run import as_tensor, moved_to, whole_key
+from mpimesh.dtensor.run import as_tensor, moved_to, table_of, whole_key
 from mpimesh.errors import (
     DTypeError,
     IndexOutOfRangeError,
@@ -64,7 +64,7 @@ def set_item(x: DTensor, key: Any, value: Any) -> None:
         raise IndexOutOfRangeError(f"a mask of shape {key.shape} does not fit shape {x.shape}")
     read = read_key(whole_key(key), x.shape)
     if read.arrays:
-        _scatter(x, read, elements_for(x, value.full() if isinstance(value, DTensor) else value))
+        _scatter(x, read, elements_for(x, table_of(value)))
     elif isinstance(value, DTensor):
         _put_split(x, read, split_elements(x, as_tensor(value, x.mesh)))
     else:
@@ -278,7 +278,7 @@ def put(a: Any, ind: Any, v: Any, mode: str = "raise") -> None:
         raise IndexOutOfRangeError.everywhere(
             f"a place of {places} is out of bounds for {x.size} elements"
         )
-    values = np.ravel(elements_for(x, whole_key(v)))
+    values = np.ravel(elements_for(x, table_of(v)))
     if not places.size or not values.size:
         return
     written = np.resize(values, places.size)
@@ -304,7 +304,7 @@ def putmask(a: Any, /, mask: Any, values: Any) -> None:
         if x.is_member:
             np.putmask(x.local, flags.local, chosen.local)
         return
-    row = np.ravel(elements_for(x, whole_key(values)))
+    row = np.ravel(elements_for(x, table_of(values)))
     if x.is_member and row.size:
         if not x.ndim:
             np.putmask(x.local, flags.local, row)
@@ -355,13 +355,13 @@ def put_along_axis(arr: Any, indices: Any, values: Any, axis: Any) -> None:
     fitting = split_elements(x, reduced(as_tensor(values, x.mesh)))
     source = moved_to(broadcast_to(fitting, shape), target)
     length = x.shape[which]
-    wrong = x.is_member and bool(((rows.local < -length) | (rows.local >= length)).any())
+    if not x.is_member:
+        return
+    wrong = bool(((rows.local < -length) | (rows.local >= length)).any())
     if true_anywhere(x.mesh, "put_along_axis", wrong):
         raise IndexOutOfRangeError.everywhere(
             f"an index of {rows!r} is out of bounds for axis {which} of {x!r}"
         )
-    if not x.is_member:
-        return
     start, stop = x.layout.box(x.shape, x.mesh.rank)[which]
     places = rows.local % max(length, 1)
     key = list(np.nonzero((places >= start) & (places < stop)))
@@ -379,7 +379,7 @@ def insert(arr: Any, obj: Any, values: Any, axis: Any = None) -> DTensor:
     mesh = common_mesh([arr, obj, values])
     x = reduced(as_tensor(arr, mesh))
     x, which = row_along(x, axis if axis is None else normal_axis(axis, x.ndim))
-    where, new_values = whole_key(obj), elements_for(x, whole_key(values))
+    where, new_values = whole_key(obj), elements_for(x, table_of(values))
     length = x.shape[which]
     none = np.empty((*x.shape[:which], 0, *x.shape[which + 1 :]), x.dtype)
     try:
