@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim
@@ -227,3 +228,25 @@ STAGE = [1]
 def zero_optimizer(optimizer, model, **options):
     """Let the replicas divide what the stage of the test says."""
     return mm.ParallelOptimizer(optimizer, model, zero=STAGE[0], **options)
+
+
+def check_replicas_train_like_one(
+    model: Any, rows: int, step_of: Callable[[Any, Any], float] | None = None
+) -> None:
+    """Compare three steps of a model on replicas, and its outputs, with one process.
+
+    Args:
+        model: A data-parallel model of :func:`layers`, in float64 with `SEED`.
+        rows: Rows of a batch.
+        step_of: Takes a step with a batch's x and target; `train_step` of all rows if None.
+    """
+    expected = train_alone(3, rows)
+    optimizer = optim.Adam(model.parameters(), lr=0.01)
+    for step in range(3):
+        loss = (step_of or model.train_step)(*batch(step, rows))
+        assert loss == pytest.approx(expected.losses[step], rel=1e-12)
+        model.clip_grad_norm(0.5)
+        optimizer.step()
+    model.check_replicas()
+    y = model(batch(1000, 7)[0])
+    np.testing.assert_allclose(y, expected.outputs, rtol=1e-8, atol=1e-11)

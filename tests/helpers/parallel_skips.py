@@ -8,11 +8,22 @@ from typing import Any
 
 import numpy as np
 
+import mpimesh as mm
 from mpimesh import nn
-from mpimesh.parallel import PipelineStage
-from mpimesh.parallel.microbatch import flatten
+from mpimesh.parallel import PipelineParallel, PipelineStage
+from mpimesh.parallel.microbatch import flatten, microbatch_rows
 from mpimesh.parallel.task import check_output
-from tests.helpers.parallel_values import SEED, Mixed, Rows, Spec, TreeLoss
+from tests.helpers.parallel_values import (
+    SEED,
+    Mixed,
+    Rows,
+    Spec,
+    TreeLoss,
+    assert_same_tree,
+    make,
+    of_rows,
+    random_tree,
+)
 
 Skips = Sequence[tuple[int, int]]
 
@@ -77,6 +88,48 @@ def skips_alone(
             for source, one in zip((number - 1, *stage.skips), dx, strict=False):
                 back[number, source] = one
     return loss, [stage.parameters()[0].grad for stage in stages], outputs
+
+
+def check_like_one_process(
+    mesh: mm.DeviceMesh,
+    specs: list[Spec],
+    skips: Skips,
+    takers: Sequence[int],
+    rows: int,
+    schedule: Any,
+    *,
+    cut: bool,
+) -> PipelineParallel:
+    """Compare two steps and outputs of a pipeline with one process, to the bit; return it.
+
+    Args:
+        mesh: The mesh, of one dim.
+        specs: As of :func:`skip_stages`, and so `skips` and `takers`.
+        rows: Rows of a batch.
+        schedule: The schedule.
+        cut: Whether batches come as microbatches.
+    """
+    x, target = random_tree(specs[0], rows), random_tree(specs[-1], rows, seed=1)
+    extra = random_tree(EXTRA, rows, seed=2)
+    spans = microbatch_rows(rows, 4)
+    parts = [(of_rows(x, s), of_rows(target, s), of_rows(extra, s)) for s in spans]
+    loss, gradients, outputs = skips_alone(specs, skips, parts, takers)
+    pipe = make(mesh, skip_stages(specs, skips, takers), 4, schedule=schedule)
+    batch = [mm.Microbatches(one) for one in zip(*parts, strict=True)]
+    given: list[Any] = batch if cut else [x, target, extra]
+    inputs = {"extra": given[2]} if takers else None
+    for _ in range(2):
+        pipe.zero_grad()
+        assert pipe.train_step(*given[:2], loss=TreeLoss(), inputs=inputs) == loss
+        for stage in pipe.local_stages:
+            np.testing.assert_array_equal(
+                stage.parameters()[0].grad, gradients[stage.stage_id], strict=True
+            )
+        y = pipe.forward(given[0], inputs=inputs, everywhere=True)
+        found = y if cut else [of_rows(y, span) for span in spans]
+        for one, other in zip(found, outputs, strict=True):
+            assert_same_tree(one, other)
+    return pipe
 
 
 def leaves_with_none(tree: Any) -> list[Any]:

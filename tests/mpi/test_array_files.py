@@ -8,20 +8,18 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
-import zarr
 from mpi4py import MPI
 
 import mpimesh as mm
 from mpimesh.errors import StoreError
 from mpimesh.store import arrays, open_array, save_array
+from tests.helpers.array_files import ENDS, options, plain_read
 from tests.helpers.dtensor_oracle import split
 from tests.helpers.raises import raises
 
 RANKS = MPI.COMM_WORLD.size
-ENDS = {"npy": "x.npy", "zarr": "x.zarr", "hdf5": "x.h5"}
 
 
 @pytest.fixture
@@ -32,19 +30,6 @@ def folder(comm):
     comm.Barrier()
     if comm.rank == 0:
         shutil.rmtree(name)
-
-
-def options(kind):
-    return {"dataset": "x"} if kind == "hdf5" else {}
-
-
-def plain_read(kind, path):
-    if kind == "npy":
-        return np.load(path)
-    if kind == "zarr":
-        return np.asarray(zarr.open_array(path, mode="r")[...])
-    with h5py.File(path, "r") as file:
-        return np.asarray(file["x"][...])
 
 
 @pytest.mark.parametrize("small", [False, True])

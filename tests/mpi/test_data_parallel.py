@@ -8,62 +8,48 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh import nn, optim
+from mpimesh import nn
 from mpimesh.errors import MismatchError, ShapeError, StageError
 from mpimesh.nn import Constant, Parameter
 from mpimesh.parallel import DataParallel, GradientBuckets
-from tests.helpers.parallel_models import SEED, batch, layers, train_alone
+from tests.helpers.parallel_models import (
+    SEED,
+    batch,
+    check_replicas_train_like_one,
+    layers,
+    train_alone,
+)
 from tests.helpers.parallel_traps import Trap, error_of
 from tests.helpers.raises import names, raises
 
 
+def make(mesh, **options):
+    options = {"loss": nn.cross_entropy, "seed": SEED, "dtype": "float64", **options}
+    return DataParallel(nn.Sequential(layers()), mesh, **options)
+
+
 @pytest.mark.parametrize("rows", [13, 2])
 def test_it_trains_like_one(comm, rows):
-    expected = train_alone(3, rows)
     with mm.DeviceMesh(f"dp={comm.size}", comm) as mesh:
-        model = DataParallel(
-            nn.Sequential(layers()),
-            mesh,
-            loss=nn.cross_entropy,
-            seed=SEED,
-            dtype="float64",
-            bucket_bytes=300,
-        )
-        optimizer = optim.Adam(model.parameters(), lr=0.01)
-        for step in range(3):
-            loss = model.train_step(*batch(step, rows))
-            assert loss == pytest.approx(expected.losses[step], rel=1e-12)
-            model.clip_grad_norm(0.5)
-            optimizer.step()
-        model.check_replicas()
-        y = model(batch(1000, 7)[0])
-        np.testing.assert_allclose(y, expected.outputs, rtol=1e-8, atol=1e-11)
+        check_replicas_train_like_one(make(mesh, bucket_bytes=300), rows)
 
 
 @pytest.mark.parametrize("kind", ["local", "split"])
 def test_each_rank_gives_its_own_rows(comm, kind):
     """The first rank one, the last the rest, those between none."""
-    expected = train_alone(3, 13)
     with mm.DeviceMesh(f"dp={comm.size}", comm) as mesh:
-        model = DataParallel(
-            nn.Sequential(layers()), mesh, loss=nn.cross_entropy, seed=SEED, dtype="float64"
-        )
-        optimizer = optim.Adam(model.parameters(), lr=0.01)
+        model = make(mesh)
         last = mesh.rank == mesh.size - 1
         mine = slice(0 if mesh.size == 1 else min(mesh.rank, 1), 13 if last else 1)
-        for step in range(3):
-            parts = [part[mine] for part in batch(step, 13)]
-            if kind == "split":
-                blocks = [mm.DTensor.from_local(part.copy(), mesh, "dp=S0") for part in parts]
-                loss = model.train_step(*blocks)
-            else:
-                loss = model.train_step(*parts, rows="local")
-            assert loss == pytest.approx(expected.losses[step], rel=1e-12)
-            model.clip_grad_norm(0.5)
-            optimizer.step()
-        model.check_replicas()
-        y = model(batch(1000, 7)[0])
-        np.testing.assert_allclose(y, expected.outputs, rtol=1e-8, atol=1e-11)
+
+        def step(*whole):
+            parts = [part[mine] for part in whole]
+            if kind == "local":
+                return model.train_step(*parts, rows="local")
+            blocks = [mm.DTensor.from_local(part.copy(), mesh, "dp=S0") for part in parts]
+            return model.train_step(*blocks)
+
+        check_replicas_train_like_one(model, 13, step)
 
 
 @pytest.mark.thin(3)

@@ -24,6 +24,7 @@ from tests.helpers.parallel_models import (
     SEED,
     assert_equal,
     batch,
+    check_replicas_train_like_one,
     cut,
     layers,
     make_pipeline,
@@ -43,19 +44,9 @@ def make(mesh, **options):
 @pytest.mark.parametrize("rows", [13, 2])
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_it_trains_like_one(size, rows, num_microbatches):
-    expected = train_alone(3, rows)
-
     def body(mesh):
         model = make(mesh, num_microbatches=num_microbatches, bucket_bytes=300)
-        optimizer = optim.Adam(model.parameters(), lr=0.01)
-        for step in range(3):
-            loss = model.train_step(*batch(step, rows))
-            assert loss == pytest.approx(expected.losses[step], rel=1e-12)
-            model.clip_grad_norm(0.5)
-            optimizer.step()
-        model.check_replicas()
-        y = model(batch(1000, 7)[0])
-        np.testing.assert_allclose(y, expected.outputs, rtol=1e-8, atol=1e-11)
+        check_replicas_train_like_one(model, rows)
 
     on_ranks(f"dp={size}", body, rendezvous=True)
 

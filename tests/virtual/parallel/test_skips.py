@@ -17,7 +17,7 @@ from mpimesh.schedule import Action, ActionKind
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import on_ranks
 from tests.helpers.parallel_schedules import all_on_one
-from tests.helpers.parallel_skips import EXTRA, skip_stages, skips_alone
+from tests.helpers.parallel_skips import check_like_one_process, skip_stages, skips_alone
 from tests.helpers.parallel_traps import Reshaped, Trap, assert_nothing_left, error_of, message_tag
 from tests.helpers.parallel_values import (
     Rows,
@@ -75,31 +75,10 @@ def nothing_left(mesh, pipe):
 @example([(0, 2), (0, 3), (1, 3), (0, 4)], set(), (3, "interleaved"), 3, True)
 @settings(max_examples=examples(50))
 def test_any_skips_give_the_bits_of_one_process(skips, takers, place, rows, cut):
-    takers = sorted(takers)
     num_ranks, schedule = place
-    x, target = random_tree(SPECS[0], rows), random_tree(SPECS[-1], rows, seed=1)
-    extra = random_tree(EXTRA, rows, seed=2)
-    spans = microbatch_rows(rows, 4)
-    parts = [(of_rows(x, s), of_rows(target, s), of_rows(extra, s)) for s in spans]
-    loss, gradients, outputs = skips_alone(SPECS, skips, parts, takers)
 
     def body(mesh):
-        pipe = make(mesh, skip_stages(SPECS, skips, takers), 4, schedule=schedule)
-        batch = [mm.Microbatches(one) for one in zip(*parts, strict=True)]
-        given = batch if cut else [x, target, extra]
-        inputs = {"extra": given[2]} if takers else None
-        for _ in range(2):
-            pipe.zero_grad()
-            assert pipe.train_step(*given[:2], loss=TreeLoss(), inputs=inputs) == loss
-            for stage in pipe.local_stages:
-                np.testing.assert_array_equal(
-                    stage.parameters()[0].grad, gradients[stage.stage_id], strict=True
-                )
-            y = pipe.forward(given[0], inputs=inputs, everywhere=True)
-            for one, other in zip(
-                y if cut else [of_rows(y, span) for span in spans], outputs, strict=True
-            ):
-                assert_same_tree(one, other)
+        pipe = check_like_one_process(mesh, SPECS, skips, sorted(takers), rows, schedule, cut=cut)
         nothing_left(mesh, pipe)
 
     on_ranks(f"pp={num_ranks}", body, rendezvous=True)

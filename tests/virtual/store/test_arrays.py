@@ -16,28 +16,14 @@ from hypothesis import given, settings, strategies as st
 import mpimesh as mm
 from mpimesh.errors import DTypeError, LayoutError, MismatchError, ShapeError, StoreError
 from mpimesh.store import array_formats, arrays, open_array, save_array
+from tests.helpers.array_files import ENDS, options, plain_read
 from tests.helpers.depth import examples
 from tests.helpers.dtensor_check import layouts, on, split
 from tests.helpers.raises import raises
 
 FORMATS = ("npy", "zarr", "hdf5")
-ENDS = {"npy": "x.npy", "zarr": "x.zarr", "hdf5": "x.h5"}
 DTYPES = ("f8", "f4", "f2", "i8", "i2", "u1", "?", "c8", "c16", ">f4", ">i2")
 STRUCTURED = np.dtype([("a", "<f4"), ("b", ">i2", (2,)), ("c", "S3")])
-
-
-def options(kind):
-    return {"dataset": "g/x"} if kind == "hdf5" else {}
-
-
-def plain_read(kind, path):
-    """What the format's own library reads."""
-    if kind == "npy":
-        return np.load(path)
-    if kind == "zarr":
-        return np.asarray(zarr.open_array(path, mode="r")[...])
-    with h5py.File(path, "r") as file:
-        return np.asarray(file["g/x"][...])
 
 
 def plain_write(kind, path, x, chunks=None):
