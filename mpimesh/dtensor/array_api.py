@@ -191,7 +191,7 @@ def full(
 def zeros(shape: Any, *, dtype: Any = None, device: Any = None, placements: Any = None) -> DTensor:
     """Return an array of zeros."""
     kind = float if dtype is None else dtype
-    return full(shape, 0, dtype=kind, device=device, placements=placements)
+    return full(shape, np.zeros((), kind)[()], dtype=kind, device=device, placements=placements)
 
 
 def ones(shape: Any, *, dtype: Any = None, device: Any = None, placements: Any = None) -> DTensor:

@@ -32,7 +32,7 @@ from mpimesh.layout.op_rules import (
 )
 from mpimesh.runtime.operands import MissingAxisError, normal_axis
 
-__all__: list[str] = []
+__all__ = ["refuse_spans"]
 
 
 @implements(np.matmul)
@@ -139,6 +139,7 @@ def dot(a: Any, b: Any, out: Any = None) -> DTensor:
     if not shape_of(a) or not shape_of(b):
         made = _scaled(np.dot, a, b)
     elif len(shape_of(a)) <= 2 and len(shape_of(b)) <= 2:
+        refuse_spans([a, b])
         made = matmul(a, b)
     else:
         made = tensordot(a, b, axes=([-1], [-2 if len(shape_of(b)) > 1 else -1]))
@@ -300,6 +301,7 @@ def _by_letters(
     kind: DType | None = None,
 ) -> DTensor:
     """Contract operands whose axes have letters that are numbers; `function` works on blocks."""
+    refuse_spans(operands)
     kind = _kind(_product, operands, 0) if kind is None else kind
     op, linear = _reduction(operands, kind)
     shapes = [shape_of(one) for one in operands]
@@ -331,6 +333,14 @@ def _contracted(
         work, operands, found.pattern, found.shape, [kind], outs=outs, into=True, refuses=False
     )
     return made if out is None else store(made, out)
+
+
+def refuse_spans(operands: Sequence[Any]) -> None:
+    """Refuse products of spans of time, which NumPy takes in some functions as integers."""
+    if any(getattr(one, "dtype", np.dtype(int)).kind == "m" for one in operands):
+        raise NoRuleError.everywhere(
+            "sums of products of timedelta64 have no rule for split arrays; take x.astype(int)"
+        )
 
 
 def _kind(function: Callable[..., Any], operands: Sequence[Any], ndim: int) -> DType:

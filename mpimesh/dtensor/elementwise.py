@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from mpimesh.dtensor import creation
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.linear import linear_for
+from mpimesh.dtensor.methods import cast_dtype
 from mpimesh.dtensor.run import (
     Work,
     checked_out,
@@ -167,7 +169,7 @@ def plain(x: Any) -> Any:
     refuse_masked(x)
     made: HostArray = np.asarray(x)
     refuse_objects(made.dtype)
-    return made if made.ndim else made[()]
+    return made if made.ndim or made.dtype.kind in "SU" else made[()]  # of texts it has the length
 
 
 def tried(function: Callable[..., Any], operands: Sequence[Any], **kwargs: Any) -> list[DType]:
@@ -310,6 +312,18 @@ def _same(a: Any, b: Any, *, equal_nan: bool) -> bool:
     return bool(np.all(blockwise(equal, [a, b], refuses=False)))
 
 
+@implements(operator.eq)
+def equal(a: Any, b: Any) -> DTensor:
+    """Tell which elements are equal, of records and other data, too, that ``np.equal`` refuses."""
+    return blockwise(operator.eq, [a, b])
+
+
+@implements(operator.ne)
+def not_equal(a: Any, b: Any) -> DTensor:
+    """Tell which elements differ."""
+    return blockwise(operator.ne, [a, b])
+
+
 @implements(np.real)
 def real(val: DTensor) -> DTensor:
     """Return the real parts: a view, as `val.real`."""
@@ -372,12 +386,12 @@ def astype(x: DTensor, dtype: Any, /, *, copy: bool = True, device: Any = None) 
     Raises:
         DTypeError: If the dtype holds Python objects.
     """
-    kind = np.dtype(dtype)
-    if kind.hasobject:
+    if np.dtype(dtype).hasobject:
         raise DTypeError.everywhere("split arrays do not hold Python objects")
+    kind = cast_dtype(x.dtype, dtype)
     if kind == x.dtype:
         return x.copy() if copy else x
-    if x.dtype.kind in "SU":
+    if x.dtype.kind in "SUV":
         return x.astype(kind, copy=False)
     return blockwise(lambda block: block.astype(kind), [x], rule=np.positive, refuses=False)
 
@@ -425,7 +439,13 @@ def full_like(
     return made
 
 
-implements_by_name(np.zeros_like)(partial(full_like, fill_value=0))
+@implements_by_name(np.zeros_like)
+def zeros_like(a: DTensor, dtype: Any = None, shape: Any = None, **memory: Any) -> DTensor:
+    """Return an array in the layout of `a`, of zeros; of text they are empty."""
+    zero = np.zeros((), a.dtype if dtype is None else dtype)[()]
+    return full_like(a, zero, dtype, shape, **memory)
+
+
 implements_by_name(np.ones_like)(partial(full_like, fill_value=1))
 
 

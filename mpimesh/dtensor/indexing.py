@@ -10,7 +10,7 @@ import numpy as np
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
 from mpimesh.dtensor.dtensor import DTensor, common_mesh, whole_of
-from mpimesh.dtensor.elementwise import call
+from mpimesh.dtensor.elementwise import blockwise, call
 from mpimesh.dtensor.joining import concatenate, pad
 from mpimesh.dtensor.methods import reduced, require_member
 from mpimesh.dtensor.picking import exchange_counts, pick, pick_along, pick_pairs
@@ -141,13 +141,14 @@ def diag(v: Any, k: int = 0) -> DTensor:
     if v.ndim != 1:
         raise ShapeError(f"np.diag takes 1 or 2 axes, got shape {v.shape}")
     size, down, right = v.shape[0] + abs(k), max(0, -k), max(0, k)
-    column = pad(v, (down, right))
+    zero = np.zeros((), v.dtype)[()]
+    column = pad(v, (down, right), constant_values=zero) if down or right else v
     layout = Layout(v.mesh, column.placement)
     block = None
     if v.is_member:
         values = column.local
         block = v.mesh.shared_empty((len(values), size), v.dtype)
-        block[...] = 0
+        block[...] = zero
         first = column.global_offset[0]
         rows = np.arange(max(down, first), min(down + v.shape[0], first + len(values)))
         block[rows - first, rows + k] = values[rows - first]
@@ -384,7 +385,7 @@ def trim_zeros(filt: Any, trim: str = "fb", axis: Any = None) -> DTensor:
     if sides not in ("fb", "bf", "f", "b", ""):
         raise ShapeError.everywhere(f"trim is made of f and b, got {trim!r}")
     axes = range(filt.ndim) if axis is None else axes_of(axis, filt.ndim)
-    found = call(np.not_equal, (filt, 0))
+    found = blockwise(_are_nonzero, [filt])
     key = [slice(None)] * filt.ndim
     for one in axes:
         others = tuple(other for other in range(filt.ndim) if other != one)
@@ -396,6 +397,13 @@ def trim_zeros(filt: Any, trim: str = "fb", axis: Any = None) -> DTensor:
             )
     picked: DTensor = filt[tuple(key)]
     return picked
+
+
+def _are_nonzero(block: Any) -> HostArray:
+    """Tell which elements are not zero: of records, too, which are no truth values."""
+    flags = np.zeros(np.shape(block), bool)
+    flags.reshape(-1)[np.flatnonzero(block)] = True
+    return flags
 
 
 @implements(np.apply_over_axes)
@@ -415,6 +423,6 @@ def apply_over_axes(func: Any, a: Any, axes: Any) -> Any:
 def sort_complex(a: Any) -> DTensor:
     """Return the elements of the last axis sorted, as complex numbers."""
     found = sure_rule_of(np.sort)(a)
-    kind = np.sort_complex(np.zeros(1, a.dtype)).dtype
+    kind = np.sort_complex(np.ones(1, a.dtype)).dtype
     sorted_: DTensor = found.astype(kind, copy=False)
     return sorted_

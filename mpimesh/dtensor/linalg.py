@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.linalg import LinAlgError
 
 from mpimesh.dtensor.consistency import raise_together
-from mpimesh.dtensor.contract import dot, matmul, outer, tensordot
+from mpimesh.dtensor.contract import dot, matmul, outer, refuse_spans, tensordot
 from mpimesh.dtensor.dispatch import implements, may_gather, name_of, sure_rule_of
 from mpimesh.dtensor.dtensor import DTensor, are_whole, gathered, whole_of
 from mpimesh.dtensor.elementwise import call
@@ -54,8 +55,8 @@ def trace(
         here_offset = offset + box[row][0] - box[column][0]
         return np.trace(block, here_offset, row, column, dtype=dtype)
 
-    axes = tuple(sorted((row, column)))
-    return reduce_blocks(work, [reduced_anywhere(a)], axes, "sum", kind, refuses=False)
+    axes, op = tuple(sorted((row, column))), "sum" if kind.kind in "iufc" else ""
+    return reduce_blocks(work, [reduced_anywhere(a)], axes, op, kind, refuses=False)
 
 
 @implements(np.linalg.norm)
@@ -71,7 +72,7 @@ def norm(x: DTensor, ord: Any = None, axis: Any = None, keepdims: bool = False) 
     if axis is not None and len(axes) not in (1, 2):
         raise ShapeError.everywhere(f"a norm is over one axis or two, got {axis}")
     if x.dtype.kind not in "fc":
-        x = call(np.positive, (x,), dtype=np.float64)
+        x = x.astype(np.float64)
     if ord is None or (ord in ("f", "fro") and len(axes) == 2) or (ord == 2 and len(axes) == 1):
         return _root_of_squares(x, axes, keepdims)
     if len(axes) == 1 and not isinstance(ord, str):
@@ -80,7 +81,7 @@ def norm(x: DTensor, ord: Any = None, axis: Any = None, keepdims: bool = False) 
         summed = axes[0] if abs(ord) == 1 else axes[1]
         kept = axes[1] if abs(ord) == 1 else axes[0]
         sums = reduce(np.add, call(np.absolute, (x,)), summed, keepdims=True)
-        best = reduce(np.maximum if ord > 0 else np.minimum, sums, kept, keepdims=True)
+        best = _best(sums, ord, (kept,), keepdims=True)
         return best if keepdims else reduce(np.add, best, axes)
     if len(axes) == 2 and ord in (2, -2, "nuc"):
         kind = np.linalg.norm(np.ones((1, 1), x.dtype), ord).dtype
@@ -110,6 +111,13 @@ def _squares(x: DTensor, axes: tuple[int, ...], keepdims: bool = False) -> DTens
     return reduce_blocks(work, [x], axes, "sum", kind, keepdims=keepdims, into=True, refuses=False)
 
 
+def _best(x: DTensor, order: float, axes: tuple[int, ...], *, keepdims: bool) -> DTensor:
+    """Return the largest values, of none 0, or if the order is below 0 the smallest ones."""
+    if order > 0:
+        return reduce(np.maximum, x, axes, keepdims=keepdims, initial=0)
+    return reduce(np.minimum, x, axes, keepdims=keepdims)
+
+
 def _vector_norm(x: DTensor, order: float, axes: tuple[int, ...], keepdims: bool) -> DTensor:
     if order == 0:
         made = reduce(np.add, call(np.not_equal, (x, 0)), axes, np.float64, keepdims=keepdims)
@@ -119,7 +127,7 @@ def _vector_norm(x: DTensor, order: float, axes: tuple[int, ...], keepdims: bool
         )
     size = call(np.absolute, (x,))
     if np.isinf(order):
-        return reduce(np.maximum if order > 0 else np.minimum, size, axes, keepdims=keepdims)
+        return _best(size, order, axes, keepdims=keepdims)
     if order == 1:
         return reduce(np.add, size, axes, keepdims=keepdims)
     total = reduce(np.add, call(np.power, (size, order)), axes, keepdims=keepdims)
@@ -547,7 +555,8 @@ def vector_norm(x: Any, /, *, axis: Any = None, keepdims: bool = False, ord: Any
     axes = tuple(range(x.ndim)) if axis is None else axes_of(axis, x.ndim, lists=False)
     rest = [one for one in range(x.ndim) if one not in axes]
     turned = moveaxis(x, axes, range(x.ndim - len(axes), x.ndim))
-    row = reshape(turned, (*(x.shape[one] for one in rest), -1 if x.size else 0))
+    length = prod(x.shape[one] for one in axes)
+    row = reshape(turned, (*(x.shape[one] for one in rest), length))
     found = norm(row, ord, -1)
     if not keepdims:
         return found
@@ -563,6 +572,7 @@ def multi_dot(arrays: Any) -> DTensor:
         LinAlgError: If one of three or more is no matrix; the first and the last may be vectors.
     """
     chain: list[Any] = as_tensors(arrays)
+    refuse_spans(chain)
     if len(chain) < 2:
         raise ShapeError.everywhere(f"np.linalg.multi_dot takes 2 arrays or more, got {chain}")
     if len(chain) == 2:  # of any shapes, as NumPy has it

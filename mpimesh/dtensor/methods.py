@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from math import prod
 from operator import index as to_index
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from mpimesh.arrays import DTypeLike
+from mpimesh.arrays import DType, DTypeLike
 from mpimesh.dtensor.consistency import raise_together, with_float_errors
+from mpimesh.dtensor.dispatch import sure_rule_of
 from mpimesh.errors import (
     DTypeError,
     IndexOutOfRangeError,
@@ -20,7 +22,6 @@ from mpimesh.errors import (
     UnknownNameError,
 )
 from mpimesh.layout import Partial, Replicate
-from mpimesh.layout.op_rules import broadcast_shape
 from mpimesh.runtime.operands import normal_axis
 
 __all__ = ["Methods", "reduced", "require_member"]
@@ -285,6 +286,8 @@ class Methods(NDArrayOperatorsMixin):
         return int(_item_of(self, "be a number"))
 
     def __complex__(self) -> complex:
+        if self.dtype.kind in "SU":  # unlike float() and int(), as NumPy has it
+            raise DTypeError(f"an array of {self.dtype} is no complex number; cast it first")
         return complex(_item_of(self, "be a number"))
 
     def __index__(self) -> int:
@@ -310,7 +313,7 @@ class Methods(NDArrayOperatorsMixin):
 
     def conj(self) -> Self:
         """See :meth:`numpy.ndarray.conj`: the array itself, if it is real."""
-        return self._call(np.conjugate, self) if self.dtype.kind == "c" else self
+        return self if self.dtype.kind in "biuf" else self._call(np.conjugate, self)
 
     conjugate = conj
 
@@ -334,7 +337,7 @@ class Methods(NDArrayOperatorsMixin):
             DTypeError: If `casting` does not allow it.
             ValueError: On every rank, if a text cannot be read.
         """
-        kind = np.dtype(dtype)
+        kind = cast_dtype(self.dtype, dtype)
         if not np.can_cast(self.dtype, kind, casting):
             raise DTypeError(f"{self.dtype} cannot be cast to {kind} with casting={casting!r}")
         me: Any = self
@@ -345,8 +348,8 @@ class Methods(NDArrayOperatorsMixin):
         if ready.is_member:
 
             def cast() -> Any:
-                # A text may be no number.
-                with raise_together(ready.mesh, "astype", needed=self.dtype.kind in "SU"):
+                # A text, or raw bytes, may be no number.
+                with raise_together(ready.mesh, "astype", needed=self.dtype.kind in "SUV"):
                     return ready.local.astype(kind)
 
             block = with_float_errors(ready.mesh, "astype", cast)
@@ -381,6 +384,25 @@ def reduced(x: T) -> T:
         me = me.redistribute(whole)
     found: T = me
     return found
+
+
+def cast_dtype(source: DType, dtype: DTypeLike) -> DType:
+    """Return the dtype that elements of `source` have once they are cast to `dtype`.
+
+    Raises:
+        DTypeError: If it depends on the elements: dates and spans without a unit, of text.
+    """
+    kind = np.dtype(dtype)
+    if (
+        kind.kind in "mM"
+        and source.kind in "SU"
+        and np.datetime_data(cast(Any, kind))[0] == "generic"
+    ):
+        raise DTypeError.everywhere(
+            f"the unit of {kind} would be that of each text; give it, as in {kind.str[1:]}[s]"
+        )
+    # What has no length or unit gets that of the source.
+    return np.empty(0, source).astype(kind).dtype if kind.kind in "SUVmM" else kind
 
 
 def _part(x: T, function: Any) -> T:
@@ -459,20 +481,14 @@ def _item_of(x: Any, what: str) -> Any:
 
 
 def _compared(function: np.ufunc, x: Any, other: Any) -> Any:
-    """Compare, or if there is no loop for two dtypes, say as NumPy's operators that they differ.
+    """Compare; where there is no loop for two dtypes as NumPy's operators do, such as of records.
 
-    No element is None, either.
+    No element is None.
     """
     if other is None:
         return np.full_like(x, function is np.not_equal, dtype=bool)
     try:
         return function(x, other)
     except TypeError:
-        kind = getattr(other, "dtype", None) or np.asarray(other).dtype
-        if kind.hasobject:
-            raise
-        nothing = np.empty(0, x.dtype), np.empty(0, kind)
-        # Where the operator refuses, too, this raises what it says.
-        nothing[0] == nothing[1] if function is np.equal else nothing[0] != nothing[1]
-    shape = broadcast_shape([x.shape, np.shape(other)])
-    return np.full_like(x, function is np.not_equal, dtype=bool, shape=shape)
+        sign = operator.eq if function is np.equal else operator.ne
+        return sure_rule_of(sign)(x, other)

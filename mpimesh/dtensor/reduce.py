@@ -220,10 +220,15 @@ def ptp(a: DTensor, axis: Any = None, keepdims: bool = False) -> DTensor:
 def count_nonzero(a: DTensor, axis: Any = None, *, keepdims: bool = False) -> DTensor:
     """Count what is not zero; a split axis is counted in parts, which wait to be summed."""
     axes = reduced_axes(axis, a.ndim)
+    if axis is not None or keepdims:  # refuses what NumPy does
+        np.count_nonzero(np.ones((1,) * a.ndim, a.dtype), axis=axes)
 
     def work(here: Work) -> None:
         block = here.blocks[0]
-        here.out[0][...] = np.count_nonzero(block, axis=axes, keepdims=keepdims)
+        if axis is None and not keepdims:  # which takes records, too
+            here.out[0][...] = np.count_nonzero(block)
+        else:
+            here.out[0][...] = np.count_nonzero(block, axis=axes, keepdims=keepdims)
 
     return reduce_blocks(
         work, [a], axes, "sum", np.intp, keepdims=keepdims, into=True, refuses=False

@@ -410,7 +410,7 @@ def correlate(a: Any, v: Any, mode: Any = "valid") -> DTensor:
         # NumPy turns around what it finds with the two exchanged: "same" has another middle then.
         found = correlate(second, first, mode)
         back = pick_along(found, {0: range(found.shape[0] - 1, -1, -1)}, name="correlate")
-        return back.conj()
+        return back.conj() if back.dtype.kind == "c" else back
     turned = pick_along(second, {0: range(second.shape[0] - 1, -1, -1)}, name="correlate")
     return convolve(a, turned.conj() if turned.dtype.kind == "c" else turned, mode)
 

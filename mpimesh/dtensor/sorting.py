@@ -289,39 +289,29 @@ def unique(
     x = ravel(reduced(ar))
     x = moved_to(x, rows_placement(x.placement, x.shape, 1))
     require_member(x)
-    values, first, counts = np.unique(
-        x.local, return_index=True, return_counts=True, equal_nan=equal_nan
+    values, first, own, counts = np.unique(
+        x.local, return_index=True, return_inverse=True, return_counts=True, equal_nan=equal_nan
     )
     first += x.global_offset[0]
-    rows = [of_rows(x, part, (), {0: 0}).full() for part in (values, first, counts)]
-    # With the index NumPy's sort is stable: each NaN keeps its place among the others.
-    every, _, which = np.unique(rows[0], True, return_inverse=True, equal_nan=equal_nan)
-    found: list[Any] = [every]
-    least = np.full(len(every), x.size, first.dtype)
-    np.minimum.at(least, which, rows[1])
-    if return_index:
-        found.append(least)
-    if return_counts:
-        total = np.zeros(len(every), counts.dtype)
-        np.add.at(total, which, rows[2])
-        found.append(total)
+    parts = [of_rows(x, part, (), {0: 0}) for part in (values, first, counts)]
+    start, rows = parts[0].global_offset[0], [part.full() for part in parts]
     alike = Layout.replicated(x.mesh)
-    results: list[Any] = [DTensor(x.mesh, alike, one.shape, one.dtype, one) for one in found]
+    if not (return_index or return_inverse or return_counts):  # which NumPy has another way for
+        found = np.unique(rows[0], equal_nan=equal_nan)
+        return DTensor(x.mesh, alike, found.shape, found.dtype, found)
+    # With the index NumPy's sort is stable: equal ones are in the order of their places.
+    every, at, which = np.unique(rows[0], True, return_inverse=True, equal_nan=equal_nan)
+    total = np.zeros(len(every), counts.dtype)
+    np.add.at(total, which, rows[2])
+    results: list[Any] = [every, rows[1][at], None, total]
+    chosen = (True, return_index, return_inverse, return_counts)
+    for place in (0, 1, 3):
+        one = results[place]
+        results[place] = DTensor(x.mesh, alike, one.shape, one.dtype, one)
     if return_inverse:
-        mine = np.searchsorted(every, x.local)
-        if not equal_nan and x.dtype.kind in "fc":
-            mine[np.isnan(x.local)] = _own(every, least, x)
-        row = DTensor(x.mesh, x.layout, x.shape, mine.dtype, mine)
-        results.insert(1 + return_index, reshape(row, ar.shape))
-    return results[0] if len(results) == 1 else tuple(results)
-
-
-def _own(every: Any, first: Any, x: DTensor) -> Any:
-    """Return which element each NaN of a row is, where no two are the same: that of its place."""
-    places = np.flatnonzero(np.isnan(x.local)) + x.global_offset[0]
-    nans = np.flatnonzero(np.isnan(every))
-    order = nans[np.argsort(first[nans])]
-    return order[np.searchsorted(first[order], places)]
+        mine = which[start : start + len(values)][own]
+        results[2] = reshape(DTensor(x.mesh, x.layout, x.shape, mine.dtype, mine), ar.shape)
+    return tuple(one for one, wanted in zip(results, chosen, strict=True) if wanted)
 
 
 @implements(np.unique_values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from mpimesh.dtensor.reshape import atleast_2d, permuted, squeeze
 from mpimesh.dtensor.run import (
     Work,
     as_tensor,
+    axes_of,
     implements_by_name,
     reduced_anywhere,
     shape_of,
@@ -56,6 +57,8 @@ def var(
         The mean is put together on all ranks, which moves as many bytes as it has; the result
         waits as `Partial`.
     """
+    if correction is not None and ddof != 0:
+        raise ShapeError.everywhere(f"give ddof or correction, not both: {ddof} and {correction}")
     x = reduced_anywhere(a)
     axes = strict_axes(axis, x.ndim, where)
     short = dtype is None and x.dtype == np.float16
@@ -125,7 +128,7 @@ def average(
     """Return the weighted mean.
 
     Raises:
-        ShapeError: If the weights have neither the shape of `a` nor the length of its one `axis`.
+        ShapeError: If the weights have neither the shape of `a` nor that of its axes `axis`.
         ZeroDivisionError: On every rank, if weights add up to nothing; without weights, if the
             result has no elements.
     """
@@ -139,13 +142,13 @@ def average(
         return (made, total) if returned else made
     w = plain(weights)
     if shape_of(w) != shape_of(a):
-        lengths = tuple(shape_of(a)[one] for one in axes)
-        if axis is None or shape_of(w) != lengths or len(axes) > 1:
+        given = axes if axis is None else axes_of(axis, a.ndim)
+        if axis is None or shape_of(w) != tuple(a.shape[one] for one in given):
             raise ShapeError.everywhere(
                 f"weights of shape {shape_of(w)} fit neither the shape {shape_of(a)} nor "
-                f"one axis of it, as axis={axis}"
+                f"the axes of it that are named by axis={axis}"
             )
-        w = _along(w, axes[0], len(shape_of(a)))
+        w = _along(w, given, a.ndim)
     kind = np.result_type(a.dtype, w.dtype, *(["f8"] if a.dtype.kind in "biu" else []))
     weighted = call(np.multiply, (a, w), dtype=kind)
     ones = call(np.multiply, (sure_rule_of(np.ones_like)(a, dtype=w.dtype), w))
@@ -160,13 +163,11 @@ def average(
     return (made, total) if returned else made
 
 
-def _along(w: Any, axis: int, ndim: int) -> Any:
-    """Return one axis of weights as that axis of an array of `ndim` axes."""
-    shape = [1] * ndim
-    shape[axis] = w.shape[0]
-    if isinstance(w, DTensor):
-        w = table_of(w)
-    return w.reshape(shape)
+def _along(w: Any, axes: Sequence[int], ndim: int) -> Any:
+    """Return the axes of weights as those axes of an array of `ndim` axes, on all ranks."""
+    whole = table_of(w) if isinstance(w, DTensor) else w
+    turned = whole.transpose(np.argsort(axes))
+    return np.expand_dims(turned, [axis for axis in range(ndim) if axis not in axes])
 
 
 # -- quantiles: of axes that are brought whole --------------------------------------------
@@ -309,7 +310,7 @@ def _nan_best(function: Callable[..., Any], ufunc: np.ufunc, worst: float) -> No
         where: Any = True,
     ) -> DTensor:
         x = reduced_anywhere(a)
-        if x.dtype.kind == "c":  # the larger of complex numbers is no reduction of MPI
+        if x.dtype.kind in "cmM":  # the larger of these is no reduction of MPI
             passing = np.fmin if ufunc is np.minimum else np.fmax
             return reduce(passing, x, axis, None, keepdims, initial, where)
         if x.dtype.kind != "f":

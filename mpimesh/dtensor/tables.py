@@ -52,6 +52,8 @@ def histogram(
     """
     if isinstance(bins, str):
         raise NoRuleError.everywhere(f"give a number of bins or their edges, not a rule: {bins!r}")
+    if weights is not None and not isinstance(weights, DTensor):
+        weights = np.asarray(weights)
     a, *others = (plain(a), *([] if weights is None else [plain(weights)]))
     if isinstance(a, DTensor):
         a = reduced_anywhere(a)
@@ -68,7 +70,8 @@ def histogram(
         )
     bins = whole_key(bins)
     if range is None and np.ndim(bins) == 0 and 0 not in shape_of(a):
-        range = (reduce(np.minimum, a, None).item(), reduce(np.maximum, a, None).item())  # noqa: A001
+        # NumPy's numbers, which keep the dtype in all that follows.
+        range = tuple(reduce(one, a, None).full()[()] for one in (np.minimum, np.maximum))  # noqa: A001
     none = np.empty(0, a.dtype)
     weighing: dict[str, Any] = {"weights": np.empty(0, others[0].dtype)} if others else {}
     counts, edges = np.histogram(none, bins, range, **weighing)
@@ -83,8 +86,8 @@ def histogram(
 
     (made,) = run(work, [a, *others], pattern, counts.shape, [counts.dtype], refuses=False)
     if density:
-        total = call(np.multiply, (reduce(np.add, made), np.diff(edges)))
-        made = call(np.divide, (made, total))
+        total = reduce(np.add, made)
+        made = call(np.divide, (call(np.divide, (made, np.diff(edges).astype(float))), total))
     return made, edges
 
 
@@ -138,6 +141,7 @@ def histogramdd(
     others = [] if weights is None else [plain(weights)]
     if others and shape_of(others[0]) != (count,):
         raise ShapeError.everywhere(f"weights of shape {shape_of(others[0])} for {count} points")
+    _check_weights(others)
     pattern = Pattern(((0, KEEP), *((0,) for _ in others)), (KEEP,) * axes, "sum")
 
     def work(here: Work) -> Any:
@@ -154,6 +158,12 @@ def histogramdd(
             made = call(np.divide, (made, np.diff(one).reshape(shape)))
         made = call(np.divide, (made, total))
     return made, edges
+
+
+def _check_weights(weights: Sequence[Any]) -> None:
+    """Raise NumPy's error of weights that it cannot add up, on ranks that have none, too."""
+    for one in weights:
+        np.bincount([0], np.ones(1, one.dtype))
 
 
 def _edges(column: Any, bins: Any, limits: Any) -> HostArray:
@@ -210,6 +220,7 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> DTensor:
             f"bincount takes one axis, and as many weights; got shape {shape_of(x)}"
         )
     tried(np.bincount, [x, *others])  # refuses what it does not count
+    _check_weights(others)
     if minlength < 0:
         raise ShapeError.everywhere(f"bincount takes a minlength from 0 on, got {minlength}")
     kind = np.dtype(np.float64 if others and shape_of(x)[0] else np.intp)  # as NumPy has it

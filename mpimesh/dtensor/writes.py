@@ -352,7 +352,8 @@ def put_along_axis(arr: Any, indices: Any, values: Any, axis: Any) -> None:
     shape = (*x.shape[:which], rows.shape[which], *x.shape[which + 1 :])
     target = unsplit(x.placement, {which})
     rows = moved_to(broadcast_to(rows, shape), target)
-    fitting = split_elements(x, reduced(as_tensor(values, x.mesh)))
+    given = values if isinstance(values, DTensor) else elements_for(x, values)
+    fitting = split_elements(x, reduced(as_tensor(given, x.mesh)))
     source = moved_to(broadcast_to(fitting, shape), target)
     length = x.shape[which]
     if not x.is_member:

@@ -21,16 +21,18 @@ _FAMILIES = (rule_products, rule_shapes, rule_values)  # imported, they register
 
 __all__ = [
     "CASES",
+    "KINDS",
     "METHODS",
     "OPERATORS",
     "draw_cases",
+    "draw_kinds",
     "operator_methods",
     "public_methods",
     "rule_names",
 ]
 
 
-LATER = ("np.linalg.lstsq", "np.ufunc.accumulate")
+LATER = ("np.linalg.lstsq", "np.ufunc.accumulate", "operator.eq", "operator.ne")
 """Rules that come after each round: the draws of all others stay as they were without them."""
 
 
@@ -58,6 +60,35 @@ def draw_cases(seed: int, count: int, dims: str = "", op: str = "") -> list[Case
                 found.append(draw.done(text, name, exact=exact))
         number += 1
     return found
+
+
+KINDS = ("M8[D]", "m8[s]", "U3", "S3", "V3", "i4,f8", "bool", "complex64", "float16", "longdouble")
+"""Dtypes beside the usual ones, for :func:`draw_kinds`."""
+
+
+def draw_kinds(kind: str, rounds: int, seed: int = 0) -> list[Case]:
+    """Return so many cases of each rule, with arrays of a dtype that few programs have."""
+    found = []
+    for name in sorted(CASES):
+        for number in range(rounds * (8 if name in _FORMS else 1)):
+            draw = Draw(f"{seed} {number} {name} {kind}", kind=kind)
+            family, exact = CASES[name]
+            text = family(draw, name)
+            if draw.operands and name not in _ODD.get(kind, ()):
+                found.append(draw.done(text, name, exact=exact))
+    return found
+
+
+_ODD = {
+    "m8[s]": ("np.average",),  # NumPy's fails for options that change nothing in it
+    "U3": ("np.min_scalar_type",),  # as of a scalar, which has its own length
+    "S3": ("np.min_scalar_type",),
+    "V3": ("np.histogram_bin_edges",),  # it does not look at the values
+    "i4,f8": ("np.inner", "np.argmin", "np.argmax"),  # NumPy returns memory as it was
+}
+"""For some dtypes the rules in which NumPy does not say what is right."""
+
+_FORMS = ("np.ufunc", "method", "operator", "operator.getitem", "operator.setitem")
 
 
 def rule_names() -> set[str]:

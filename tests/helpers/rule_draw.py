@@ -36,10 +36,12 @@ _LENGTHS = (0, 1, 1, 2, 2, 3, 3, 4, 5, 7)
 class Draw:
     """One case in the making: a mesh, operands, and a source of random numbers.
 
-    With `op` most operands are summands for that reduction.
+    With `op` most operands are summands for that reduction; with `kind` arrays are of that dtype,
+    but for masks, indices and the like.
     """
 
-    def __init__(self, seed: str, dims: str = "", op: str = "") -> None:
+    def __init__(self, seed: str, dims: str = "", op: str = "", kind: str = "") -> None:
+        self.kind = kind
         self.rng = random.Random(seed)
         self.op = op
         self.dims = dims or self.rng.choice(DIMS)
@@ -91,6 +93,9 @@ class Draw:
     ) -> str:
         """Add an operand, and return its name."""
         shape = self.shape(*ndim) if shape is None else shape
+        if self.kind and not dtype and set(kinds) & set("iufc"):
+            dtype = self.kind
+            flavour = flavour or self.pick("", "nan")
         dtype = dtype or self.dtype(kinds)
         if flavour is None:
             flavour = self.pick("", "", "nan", "inf") if np.dtype(dtype).kind == "f" else ""
@@ -168,6 +173,8 @@ class Draw:
 
     def scalar(self, kinds: str = "if") -> str:
         """Return a number as text."""
+        if self.kind and self.chance(0.6):
+            return f"{self.literal(())}[()]"
         kind = self.pick(*kinds)
         if kind == "b":
             return str(self.chance(0.5))
@@ -181,6 +188,8 @@ class Draw:
         """Return a plain array as text: the same on all ranks."""
         dtype = self.dtype(kinds)
         rows = [self.number(0, 4) for _ in range(int(np.prod(shape)))]
+        if np.dtype(self.kind or "b").kind in "mMSUV" and kinds != "b":
+            return f"of_kind(np.array({rows}, int).reshape({shape}), {self.kind!r})"
         return f"np.array({rows}, {dtype!r}).reshape({shape})"
 
     def other(self, shape: tuple[int, ...], kinds: str = "biufc", **how: Any) -> str:
@@ -212,11 +221,11 @@ class Draw:
         if not self.chance(share):
             return text
         expected = expected_of(Case(self.dims, text, tuple(self.operands)))
-        if not isinstance(expected.found, np.ndarray):
+        if not isinstance(expected.found, np.ndarray) or expected.found.dtype.kind == "V":
             return text
-        shape, kind = expected.found.shape, expected.found.dtype.name
+        shape, kind = expected.found.shape, expected.found.dtype.str
         if self.chance(0.1):
-            shape = tuple(n + 2 for n in shape) or (2, 2)
+            shape = tuple(n + (n != 1) * 2 for n in shape)
         elif kinds and self.chance(0.1):
             kind = self.dtype(kinds)
         # What has been written must be in `out`, too; in a layout of its own, never in summands.
@@ -230,7 +239,7 @@ class Draw:
 
     def done(self, text: str, rule: str, *, exact: bool) -> Case:
         """Return the case."""
-        return Case(self.dims, text, tuple(self.operands), exact, rule)
+        return Case(self.dims, text, tuple(self.operands), exact, rule, any_error=bool(self.kind))
 
 
 # -- which function draws the calls of a rule ------------------------------------------------------

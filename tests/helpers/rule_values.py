@@ -77,6 +77,7 @@ def _median(d: Draw, rule: str) -> str:
 def _quantiles(d: Draw, rule: str) -> str:
     x = d.array()
     q = d.pick("0.5", "[0.25, 0.5]", "[[0.0], [1.0]]", "0", "1.5", "[]", "-1", "'x'")
+    q = "0.5" if q == "[]" and 0 in d.shape_of(x) else q
     q = d.array((2,), dtype="float64", flavour="unit") if d.chance(0.1) else q
     axes = d.axes(x) if d.ndim(x) else "None"
     text = f"{rule}({x}, {q}, axis={axes}{d.options(keepdims=[True])}"
@@ -98,6 +99,9 @@ def _average(d: Draw, rule: str) -> str:
         shape = d.shape_of(x)
         if axis.lstrip("-").isdigit() and d.chance(0.6) and -len(shape) <= int(axis) < len(shape):
             shape = (shape[int(axis)],)
+        elif axis.startswith(("(-", "(0", "(1")):
+            named = [one for one in eval(axis) if -len(shape) <= one < len(shape)]
+            shape = tuple(shape[one] for one in named) if d.chance(0.6) else shape
         weights = d.pick(
             d.array(shape, "if", flavour=d.pick("positive", "")), d.literal(shape, "if")
         )
@@ -187,6 +191,13 @@ def _compared(d: Draw, rule: str) -> str:
     y = x if d.chance(0.2) else y
     more = d.options(equal_nan=[True]) if rule != "np.array_equiv" else ""
     return f"{rule}({x}, {y}{more})"
+
+
+@cases("operator.eq", "operator.ne", exact=True)
+def _equal(d: Draw, rule: str) -> str:
+    x = d.array()
+    y = d.pick(x, d.array(d.stretched(d.shape_of(x), wrong=0.0)), d.other(d.shape_of(x)))
+    return f"{x} {'==' if rule.endswith('eq') else '!='} {y}"
 
 
 @cases("where", exact=True)

@@ -8,9 +8,11 @@ from mpimesh.layout.placement import PARTIAL_OPS
 from tests.helpers.depth import is_deep
 from tests.helpers.rule_cases import (
     CASES,
+    KINDS,
     METHODS,
     OPERATORS,
     draw_cases,
+    draw_kinds,
     operator_methods,
     public_methods,
     rule_names,
@@ -39,6 +41,17 @@ def test_every_rule_is_as_numpy_has_it(checks, monkeypatch):
 def test_every_rule_takes_summands(op):
     """It works on them one by one only if that comes to NumPy's result of the whole array."""
     cases = draw_cases(7, 1_500 if is_deep() else 60, op=op)
+    found = problems(cases)
+    assert not found, f"{len(found)} of {len(cases)}:\n" + "\n".join(found[:20])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rule_takes_every_dtype(kind):
+    """Dates, spans, texts, raw bytes, records, truth values, halves, complex NaN: as NumPy."""
+    cases = draw_kinds(kind, 1)
+    if not is_deep():
+        cases = cases[sum(map(ord, kind)) % 7 :: 7]
     found = problems(cases)
     assert not found, f"{len(found)} of {len(cases)}:\n" + "\n".join(found[:20])
 

@@ -1,0 +1,85 @@
+"""Functions of dates, texts, records and other data that are no numbers, and odd numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+from mpimesh.errors import DTypeError, NoRuleError
+from tests.helpers.dtensor_check import agree, numbers, split
+from tests.helpers.raises import raises
+from tests.helpers.rule_fuzz import Case, Operand, problems
+
+CASES = [
+    ("x0 == x0", "i4,f8", ""),
+    ("x0 != of_kind(np.arange(7), 'i4,f8')", "i4,f8", ""),
+    ("x0 == of_kind(np.arange(7), 'V3')", "V3", ""),
+    ("np.count_nonzero(x0)", "i4,f8", ""),
+    ("np.trim_zeros(x0)", "i4,f8", ""),
+    ("np.nanmin(x0)", "M8[D]", "nan"),
+    ("np.nanmax(x0)", "m8[s]", "nan"),
+    ("np.unique(x0, True, True, True)", "complex128", "nan"),
+    ("np.unique(x0, True, True, True, equal_nan=False)", "complex64", "nan"),
+    ("np.unique(x0, return_inverse=True, equal_nan=False)", "M8[D]", "nan"),
+    ("np.unique_values(x0)", "m8[s]", "nan"),
+    ("np.unique_all(x0)", "m8[s]", "nan"),
+    ("np.zeros_like(x0)", "U3", ""),
+    ("np.diagflat(x0, 1)", "S3", ""),
+    ("np.diag(x0)", "V3", ""),
+    ("x0.astype(str)", "int64", ""),
+    ("x0.astype('S')", "float64", "nan"),
+    ("np.astype(x0, str)", "M8[D]", "nan"),
+    ("x0.astype(int)", "V3", ""),
+    ("x0.conj()", "M8[D]", ""),
+    ("np.linalg.norm(x0, np.inf)", "m8[s]", ""),
+    ("np.trace(np.outer(np.ones(7, int), x0))", "m8[s]", ""),
+    ("np.histogram(x0, 3)", "float16", ""),
+    ("np.histogram(x0, 1, density=True)", "complex64", ""),
+]
+
+
+@pytest.mark.parametrize("place", ["R", "S0", "S0(3,0,4)", "S0(0,0,7)"])
+def test_as_numpy_has_it(place):
+    cases = [
+        Case("a=3", text, (Operand(place, (7,), kind, number, flavour),), any_error=True)
+        for number, (text, kind, flavour) in enumerate(CASES)
+    ]
+    assert not problems(cases)
+
+
+def test_what_is_made_of_zeros_is_empty_text():
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            for kind in ("U3", "S3", "i4,U2", "V3", "M8[D]"):
+                found = mm.zeros((3,), mesh, "S0", dtype=np.dtype(kind)).full()
+                np.testing.assert_array_equal(found, np.zeros(3, kind))
+
+    mm.run_virtual(2, main)
+
+
+def test_weights_of_several_axes():
+    x, w = numbers((3, 4, 5), float), np.abs(numbers((5, 3), float)) + 1
+    calls = [
+        lambda x, w: np.average(x, (2, 0), w),
+        lambda x, w: np.average(x, (0, 2), w.T, keepdims=True),
+        lambda x, w: np.average(x, (2, 0), w, returned=True)[1],
+        lambda x, w: np.average(x, (-1, 0), w),
+    ]
+    cases = [(f, [x, w], [p, q]) for f in calls for p in ("S0", "S2", "P") for q in ("R", "S1")]
+    agree("a=3", cases, atol=1e-12)
+
+
+def test_what_is_refused_says_how_to_go_on():
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            spans = split(np.arange(4).astype("m8[s]"), mesh, "S0")
+            with raises(NoRuleError, "timedelta64", "astype"):
+                np.dot(spans, spans)
+            with raises(DTypeError, "unit", "M8[s]"):
+                split(np.array(["2020-01-01", "2020"]), mesh, "S0").astype("M8")
+            x = split(numbers((4,), float), mesh, "S0")
+            with pytest.raises(ValueError, match="not both"):
+                np.var(x, ddof=1, correction=1)
+
+    mm.run_virtual(2, main)
