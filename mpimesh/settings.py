@@ -8,7 +8,7 @@
     led to each call, and shows mpimesh's own frames in tracebacks.
 ``MPIMESH_TIMEOUT_S`` (default 1800)
     Seconds that a rank may wait in one operation, or in making or closing a mesh, before the
-    watchdog reports it and ends the job; 0 is off.
+    watchdog reports it and ends the job, from 0.1 on; 0 is off.
 ``MPIMESH_RECORD_DIR`` (default none)
     Folder, which all ranks see, for the flight record: when a job fails, each rank leaves its last
     1,000 operations there, and ``mpimesh flight`` says where they differ. Without it the
@@ -63,6 +63,7 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT_S = 1800.0
+_SHORTEST_TIMEOUT_S = 0.1
 
 # A setting that is no number, and its words.
 _WORDS = {
@@ -136,6 +137,11 @@ class Settings:
                 values[field.name] = _number(variable, text, whole=field.type == "int")
         if values.get("checks", 0) not in (0, 1, 2):
             raise SettingsError(f"MPIMESH_CHECKS must be 0, 1 or 2, got {values['checks']}")
+        if 0 < values.get("timeout_s", 0) < _SHORTEST_TIMEOUT_S:
+            raise SettingsError(
+                f"MPIMESH_TIMEOUT_S must be at least {_SHORTEST_TIMEOUT_S} seconds, or 0 for no "
+                f"limit, got {values['timeout_s']:g}: MPI itself takes longer to start"
+            )
         algorithms_of(values.get("algorithms", ""))
         return cls(**values)
 

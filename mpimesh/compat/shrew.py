@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh import parallel
+from mpimesh import parallel, runtime
 from mpimesh.arguments import as_int, as_items, check_kind, shown
 from mpimesh.arrays import Array
 from mpimesh.arrays.dtypes import as_dtype
@@ -22,7 +22,7 @@ from mpimesh.errors import ModuleError
 from mpimesh.nn import SupportsLayer
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.parallel import PipelineParallel, PipelineStage
-from mpimesh.runtime import DeviceMesh, ProcessGroup
+from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree_alike
 
 __all__ = [
@@ -64,11 +64,11 @@ class DataParallel(parallel.DataParallel):
         module: SupportsLayer,
         num_workers: int,
         *,
-        mesh: DeviceMesh,
+        mesh: runtime.DeviceMesh,
         dim: str = "dp",
         **options: Any,
     ) -> None:
-        check_kind(mesh, DeviceMesh, "mesh", ModuleError, wanted="a live DeviceMesh")
+        check_kind(mesh, runtime.DeviceMesh, "mesh", ModuleError, wanted="a live DeviceMesh")
         if as_int(num_workers, "num_workers", ModuleError, least=1) != mesh.dim_size(dim):
             raise ModuleError(
                 f"num_workers is {num_workers}, but mesh {mesh.dims_text} has "

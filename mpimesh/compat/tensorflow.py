@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mpimesh import dtensor
+from mpimesh import dtensor, runtime
 from mpimesh.arguments import (
     as_flag,
     as_function,
@@ -60,7 +60,6 @@ from mpimesh.errors import (
 from mpimesh.layout import Layout as CoreLayout, Placement, PlacementLike, Replicate, Shard
 from mpimesh.mesh import DimsLike
 from mpimesh.mesh.dims import parse_dims
-from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.world import current_world
 
@@ -219,7 +218,7 @@ def initialize_accelerator_system(device_type: str | None = None) -> str:
     world = current_world()
     if world in _CLIENTS:
         raise MeshError("the accelerator system is initialized; shutdown_accelerator_system first")
-    with DeviceMesh("clients=-1") as mesh:
+    with runtime.DeviceMesh("clients=-1") as mesh:
         found = kind_of(mesh)
 
         def chosen() -> str:
@@ -303,9 +302,9 @@ def create_distributed_mesh(
         shape = shape_for(dims, clients, what)
         return [(dim.name, size) for dim, size in zip(dims, shape, strict=True)]
 
-    with DeviceMesh("clients=-1") as mesh:
+    with runtime.DeviceMesh("clients=-1") as mesh:
         pairs = agree_alike(mesh.group(), "create_distributed_mesh", checked)
-    return Mesh.of(DeviceMesh(pairs, name=mesh_name))
+    return Mesh.of(runtime.DeviceMesh(pairs, name=mesh_name))
 
 
 def create_tpu_mesh(*args: Any, **kwargs: Any) -> NoReturn:
@@ -316,10 +315,10 @@ def create_tpu_mesh(*args: Any, **kwargs: Any) -> NoReturn:
 # -- arrays ---------------------------------------------------------------------------------------
 
 
-def _live(layout: Any, mesh: Any = None) -> DeviceMesh:
+def _live(layout: Any, mesh: Any = None) -> runtime.DeviceMesh:
     """Return the live mesh that is meant."""
     for one in (mesh, getattr(layout, "mesh", None), current_mesh()):
-        live: DeviceMesh | None = _of_live(one)
+        live: runtime.DeviceMesh | None = _of_live(one)
         if live is not None:
             return live
     raise LayoutError(
@@ -333,7 +332,7 @@ def _checked(layout: object) -> Layout:
 
 
 def _of_live(mesh: Any) -> Any:
-    return mesh if isinstance(mesh, DeviceMesh) else getattr(mesh, "live", None)
+    return mesh if isinstance(mesh, runtime.DeviceMesh) else getattr(mesh, "live", None)
 
 
 def _placed(layout: PlacementLike, shape: Sequence[int], source: DTensor | None = None) -> Any:
@@ -512,7 +511,7 @@ def default_mesh(mesh: Any) -> Iterator[Any]:
 run_on = default_mesh
 
 
-def get_default_mesh() -> DeviceMesh | None:
+def get_default_mesh() -> runtime.DeviceMesh | None:
     """Return the mesh of the innermost block around here; None without. Local."""
     return current_mesh()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh import layout as layouts
+from mpimesh import layout as layouts, runtime
 from mpimesh.arguments import as_int, as_items, as_shape, check_kind, shape_of, shown
 from mpimesh.arrays import Array, OpLike
 from mpimesh.arrays.dtypes import as_dtype
@@ -22,7 +22,7 @@ from mpimesh.dtensor import DTensor
 from mpimesh.errors import GroupError, LayoutError, RankError, ShapeError
 from mpimesh.layout import Layout, PlacementLike, Replicate, Shard
 from mpimesh.mesh import Mesh
-from mpimesh.runtime import DeviceMesh, ProcessGroup, run_virtual
+from mpimesh.runtime import ProcessGroup, run_virtual
 from mpimesh.runtime.agreement import agree_alike
 
 __all__ = [
@@ -174,7 +174,7 @@ class DTensorStructInfo:
     def __init__(
         self,
         tensor_sinfo: tuple[Sequence[int], Any],
-        device_mesh: Mesh | DeviceMesh,
+        device_mesh: Mesh | runtime.DeviceMesh,
         placement: PlacementLike,
         span: Any = None,
     ) -> None:
@@ -245,7 +245,7 @@ class DTensorStructInfo:
         )
 
 
-def annotate_sharding(x: DTensor, mesh: DeviceMesh, placement: PlacementLike) -> DTensor:
+def annotate_sharding(x: DTensor, mesh: runtime.DeviceMesh, placement: PlacementLike) -> DTensor:
     """Return `x`, of which is said how it lies; that is checked, and nothing moves. Local.
 
     Args:
@@ -265,7 +265,7 @@ def annotate_sharding(x: DTensor, mesh: DeviceMesh, placement: PlacementLike) ->
     return x
 
 
-def redistribute(x: DTensor, mesh: DeviceMesh, placement: PlacementLike) -> DTensor:
+def redistribute(x: DTensor, mesh: runtime.DeviceMesh, placement: PlacementLike) -> DTensor:
     """Return the same array on `mesh`, placed so: :meth:`DTensor.redistribute` in TVM's words.
 
     Collective, and waits. Any placement to any other, on the mesh of `x` or on another.
@@ -363,11 +363,11 @@ class ThreadedSession:
         self.dims = f"group={num_groups},worker={num_workers // num_groups}"
         self.num_workers = num_workers
 
-    def run(self, function: Callable[[DeviceMesh], Any]) -> list[Any]:
+    def run(self, function: Callable[[runtime.DeviceMesh], Any]) -> list[Any]:
         """Call `function` with each worker's mesh, whose dims are ``group`` and ``worker``."""
 
         def main() -> Any:
-            with DeviceMesh(self.dims) as mesh:
+            with runtime.DeviceMesh(self.dims) as mesh:
                 return function(mesh)
 
         return run_virtual(self.num_workers, main)
@@ -433,7 +433,7 @@ def recv_from_worker0(*, group: ProcessGroup) -> Array:
     return recv_from_worker(0, group=group)
 
 
-def send_to_next_group(x: Array, *, mesh: DeviceMesh) -> None:
+def send_to_next_group(x: Array, *, mesh: runtime.DeviceMesh) -> None:
     """Send to the worker of the same number in the next group.
 
     Raises:
@@ -443,7 +443,7 @@ def send_to_next_group(x: Array, *, mesh: DeviceMesh) -> None:
     send_to_worker(x, _neighbour(group, 1, "next"), group=group)
 
 
-def recv_from_prev_group(*, mesh: DeviceMesh) -> Array:
+def recv_from_prev_group(*, mesh: runtime.DeviceMesh) -> Array:
     """Receive what the worker of the same number in the previous group sends.
 
     Raises:
@@ -459,9 +459,9 @@ def _workers(group: object) -> ProcessGroup:
 
 
 def _groups(mesh: object) -> ProcessGroup:
-    return check_kind(mesh, DeviceMesh, "mesh", GroupError, wanted="a live DeviceMesh").group(
-        "group"
-    )
+    return check_kind(
+        mesh, runtime.DeviceMesh, "mesh", GroupError, wanted="a live DeviceMesh"
+    ).group("group")
 
 
 def _neighbour(group: ProcessGroup, step: int, which: str) -> int:

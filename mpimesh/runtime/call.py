@@ -10,8 +10,8 @@ from contextlib import suppress
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
-from mpimesh.arguments import digest_bits, rank_names
-from mpimesh.errors import MpimeshError, RemoteError, SettingsError
+from mpimesh.arguments import digest_bits, rank_names, shown
+from mpimesh.errors import GroupError, MpimeshError, RemoteError, SettingsError
 from mpimesh.settings import Settings
 
 if TYPE_CHECKING:
@@ -121,6 +121,8 @@ class Call:
         compared: object = None,
         peers: tuple[int, ...] | None = None,
     ) -> None:
+        if label is not None and not isinstance(label, str):
+            raise GroupError(f"label must be text or None, got {shown(label)}")
         self.name = name
         self.group = group
         self.rule = rule

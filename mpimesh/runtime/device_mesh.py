@@ -10,7 +10,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Self, SupportsIndex, T
 from mpimesh.arguments import as_int, shown
 from mpimesh.arrays import DTypeLike, HostArray, aligned_empty
 from mpimesh.comm import Communicator
-from mpimesh.errors import MeshError, RankError, UnknownNameError, tell_elsewhere
+from mpimesh.errors import GroupError, MeshError, RankError, UnknownNameError, tell_elsewhere
 from mpimesh.layout import LinkCosts
 from mpimesh.mesh import (
     WORLD,
@@ -428,7 +428,15 @@ class DeviceMesh:
         """Wait for all started operations of this mesh, then for all its ranks.
 
         Collective over the mesh. See :meth:`ProcessGroup.barrier`.
+
+        Raises:
+            GroupError: If `name` is no text, such as a number of seconds.
         """
+        if name is not None and not isinstance(name, str):
+            raise GroupError(
+                f"a barrier's name must be text or None, got {shown(name)}; a limit in seconds is "
+                "timeout_s, as in mesh.barrier(timeout_s=30)"
+            )
         self.sync_collective()
         self.group().barrier(timeout_s=timeout_s, label=name)
 

@@ -70,7 +70,11 @@ def host_array(x: Array) -> HostArray:
         refuse_masked(x)
         try:
             host = np.asarray(x)
-        except (TypeError, ValueError) as error:
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # RuntimeError: PyTorch's, with a cure
             raise ShapeError(f"{type(x).__name__} given, which is no array: {error}") from None
     refuse_objects(host.dtype)
     return host

@@ -162,3 +162,9 @@ def test_what_one_rank_alone_has_wrong_is_raised_on_both():
             return mesh.group("dp").all_reduce(np.ones(1)).resolve().item()
 
     assert mm.run_virtual(2, main) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("system", ["tvm", "shrew", "tensorflow", "burn"])
+def test_the_words_of_a_system_are_its_own(system):
+    """A live mesh is mpimesh's own, and none of these has it."""
+    assert not hasattr(getattr(WORDS, system), "DeviceMesh")

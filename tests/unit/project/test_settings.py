@@ -37,6 +37,7 @@ def test_each_variable_reaches_its_field():
         ("MPIMESH_CHECKS", "3", ("0, 1 or 2", 3)),
         ("MPIMESH_CHECKS", "1.5", ("whole", "'1.5'")),
         ("MPIMESH_TIMEOUT_S", "-1", ("negative", "'-1'")),
+        ("MPIMESH_TIMEOUT_S", "1e-9", ("0.1", "1e-09")),
         ("MPIMESH_TIMEOUT_S", "soon", ("seconds", "'soon'")),
         ("MPIMESH_CUDA_AWARE", "1", ("auto, yes, no", "'1'")),
         ("MPIMESH_SHARED_GPU", "yes", ("warn, refuse, allow", "'yes'")),

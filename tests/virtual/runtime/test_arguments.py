@@ -9,6 +9,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import mpimesh as mm
+from mpimesh.arguments import shown
 from mpimesh.errors import (
     DTypeError,
     GroupError,
@@ -243,3 +244,46 @@ def test_a_mesh_on_one_rank_names_a_number_of_ranks_that_it_fits(dims, ranks):
             mm.DeviceMesh(dims)
 
     mm.run_virtual(1, main)
+
+
+@pytest.mark.parametrize("name", [30, float("nan"), -1, b"x", ("a",), True])
+def test_a_name_is_text_and_no_limit(name: Any):
+    def main():
+        with mm.DeviceMesh("dp=-1") as mesh:
+            group, x = mesh.group(), np.ones(2)
+            with raises(GroupError, shown(name), "timeout_s=30"):
+                mesh.barrier(name)
+            calls = [
+                lambda: group.barrier(label=name),
+                lambda: group.barrier(label=name, timeout_s=5),
+                lambda: group.all_reduce(x, label=name),
+                lambda: group.all_reduce_init(x, label=name),
+                lambda: group.broadcast(x, label=name),
+                lambda: group.recv(1 - mesh.rank, label=name),
+                lambda: group.send(x, 1 - mesh.rank, label=name),
+            ]
+            for call in calls:
+                with raises(GroupError, "label", shown(name)):
+                    call()
+            mesh.barrier("the end")
+            return group.all_reduce(x, label="sum").resolve()[0]
+
+    assert mm.run_virtual(2, main) == [2, 2]
+
+
+def test_an_array_that_refuses_to_be_one_keeps_its_words():
+    """PyTorch's tensors that require gradients raise a RuntimeError that says what to do."""
+
+    class Tensor:
+        def __array__(self, *_, **__):
+            raise RuntimeError("use tensor.detach().numpy() instead")
+
+    def main():
+        with mm.DeviceMesh("dp=-1") as mesh:
+            array: Any = Tensor()
+            with raises(ShapeError, "Tensor", "tensor.detach().numpy()"):
+                mesh.group().all_reduce(array)
+            with raises(ShapeError, "Tensor", "tensor.detach().numpy()"):
+                mm.distribute(array, mesh, "dp=R")
+
+    mm.run_virtual(2, main)
