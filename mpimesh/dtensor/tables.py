@@ -71,7 +71,7 @@ def histogram(
     bins = whole_key(bins)
     if range is None and np.ndim(bins) == 0 and 0 not in shape_of(a):
         # NumPy's numbers, which keep the dtype in all that follows.
-        range = tuple(reduce(one, a, None).full()[()] for one in (np.minimum, np.maximum))  # noqa: A001
+        range = tuple(whole_of(reduce(one, a, None))[()] for one in (np.minimum, np.maximum))  # noqa: A001
     none = np.empty(0, a.dtype)
     weighing: dict[str, Any] = {"weights": np.empty(0, others[0].dtype)} if others else {}
     counts, edges = np.histogram(none, bins, range, **weighing)
