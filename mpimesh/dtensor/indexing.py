@@ -66,7 +66,9 @@ def get_item(x: DTensor, key: Any) -> DTensor:
     if not read.arrays:
         found = squeeze(pick(x, read.picks, name="getitem"), read.single)
     else:
-        found = _with_arrays(pick(x, read.picks, name="getitem"), read)
+        whole = all(len(one) == n for one, n in zip(read.picks, x.shape, strict=True))
+        part = x if whole and all(one.step > 0 for one in read.picks) else pick(x, read.picks)
+        found = _with_arrays(part, read)
     return expand_dims(found, read.new) if read.new else found
 
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.arrays import HostArray
 from mpimesh.dtensor.creation import full
 from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor
+from mpimesh.dtensor.halo_exchange import shift as shift_along
 from mpimesh.dtensor.methods import reduced
-from mpimesh.dtensor.picking import pick_along
+from mpimesh.dtensor.picking import pick_along, regrown
 from mpimesh.dtensor.reshape import (
     atleast_1d,
     atleast_2d,
@@ -256,11 +258,10 @@ def roll(a: Any, shift: Any, axis: Any = None) -> DTensor:
         rows = np.broadcast(axes, shifts)
     except ValueError:
         raise ShapeError(f"np.roll got {len(shifts)} shifts for {len(axes)} axes") from None
-    totals: dict[int, int] = {}
+    totals = dict.fromkeys(axes, 0)
     for one, by in (map(int, row) for row in rows):
-        totals[one] = totals.get(one, 0) + by
-    picks = {one: np.roll(np.arange(a.shape[one]), by) for one, by in totals.items()}
-    return pick_along(a, picks, name="roll")
+        totals[one] = (totals[one] + by) % max(a.shape[one], 1)
+    return shift_along(a, [*totals.values()], [*totals])
 
 
 @implements(np.repeat)
@@ -270,11 +271,29 @@ def repeat(a: Any, repeats: Any, axis: Any = None) -> DTensor:
     Without an axis the elements are first put in a row. Split counts are gathered.
     """
     x, which = row_along(a, axis)
+    length = x.shape[which]
+    repeats = whole_key(repeats)
+    times = np.asarray(repeats)
+    plain = times.dtype.kind in "iu" and times.ndim < 2 and times.size in (1, length) and length
     try:
-        picks = np.repeat(np.arange(x.shape[which]), whole_key(repeats))
+        if not plain or times.min() < 0:
+            # As NumPy reads it, or refuses it.
+            times = np.bincount(np.repeat(np.arange(length), repeats), minlength=length)
     except ValueError as error:
         raise ShapeError(f"np.repeat of axis {which} of shape {x.shape}: {error}") from None
-    return pick_along(x, {which: picks}, name="repeat")
+    if times.size == 1:
+        times = times.reshape(())
+
+    def count(start: int, stop: int) -> int:
+        return int(times[start:stop].sum()) if times.ndim else int(times) * (stop - start)
+
+    def block_of(block: HostArray, start: int, stop: int) -> HostArray:
+        return np.repeat(block, times[start:stop] if times.ndim else times, which)
+
+    found = regrown(x, which, count, block_of)
+    if found is None:
+        found = pick_along(x, {which: np.repeat(np.arange(length), times)}, name="repeat")
+    return found
 
 
 @implements(np.delete)
@@ -284,11 +303,29 @@ def delete(arr: Any, obj: Any, axis: Any = None) -> DTensor:
     Split indices, or a split mask, are gathered.
     """
     x, which = (ravel(arr), 0) if axis is None else (arr, normal_axis(axis, arr.ndim))
+    length, places = x.shape[which], whole_key(obj)
     try:
-        picks = np.delete(np.arange(x.shape[which]), whole_key(obj))
+        np.delete(np.empty(length, np.int8), places)  # refuses what NumPy does
     except IndexError as error:
         raise IndexOutOfRangeError(f"np.delete, axis {which} of shape {x.shape}: {error}") from None
-    return pick_along(x, {which: picks}, name="delete")
+    kept = np.ones(length, bool)
+    if not isinstance(places, slice):
+        places = np.asarray(places)
+        places = places if places.size else places.astype(np.intp)
+    kept[places] = False
+
+    def count(start: int, stop: int) -> int:
+        return int(np.count_nonzero(kept[start:stop]))
+
+    def block_of(block: HostArray, start: int, stop: int) -> HostArray:
+        gone = np.flatnonzero(~kept[start:stop])
+        in_row = len(gone) > 0 and gone[-1] - gone[0] == len(gone) - 1
+        return np.delete(block, slice(gone[0], gone[-1] + 1) if in_row else gone, which)
+
+    found = regrown(x, which, count, block_of)
+    if found is None:
+        found = pick_along(x, {which: np.flatnonzero(kept)}, name="delete")
+    return found
 
 
 @implements(np.tile)

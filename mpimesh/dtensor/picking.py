@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +39,7 @@ __all__ = [
     "pick_along",
     "pick_pairs",
     "place_in",
+    "regrown",
     "true_anywhere",
 ]
 
@@ -179,6 +181,38 @@ def pick(
     for rank, values in found.items():
         into, _, extent = _keys(source, target, picks, rank, me)
         block[into] = values.reshape(extent)
+    return DTensor(x.mesh, layout, shape, x.dtype, block)
+
+
+def regrown(
+    x: DTensor,
+    axis: int,
+    count: Callable[[int, int], int],
+    block_of: Callable[[HostArray, int, int], HostArray],
+) -> DTensor | None:
+    """Return an array of other blocks along an axis, made where they are. Local.
+
+    Args:
+        x: An array; if it is `Partial`, so is the result.
+        axis: The axis, which changes its length.
+        count: Gives how many elements there are in place of elements `start` to `stop`.
+        block_of: Gives these in new memory, of this rank's block and its `start` and `stop`.
+
+    Returns:
+        The array; None if several dims split the axis, whose blocks cannot have any sizes.
+    """
+    tiling = x.layout.tiling(x.shape)
+    dims, specs = tiling.axis_dims[axis], list(x.placement)
+    if len(dims) > 1:
+        return None
+    sizes = [count(start, stop) for start, stop in pairwise(tiling.bounds[axis].tolist())]
+    if dims:
+        specs[dims[0]] = Shard.of_sizes(axis, sizes)
+    layout = Layout(x.mesh, Placement(specs))
+    shape = (*x.shape[:axis], sum(sizes), *x.shape[axis + 1 :])
+    block = None
+    if x.is_member:
+        block = block_of(x.local, *x.layout.box(x.shape, x.mesh.rank)[axis])
     return DTensor(x.mesh, layout, shape, x.dtype, block)
 
 

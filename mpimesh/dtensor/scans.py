@@ -8,7 +8,6 @@ rank gets the few elements next to its block; where several do, the axis is brou
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from operator import index
 from typing import Any, cast
 
@@ -19,9 +18,10 @@ from mpimesh.dtensor.consistency import raise_together
 from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.elementwise import refuses_values, tried
+from mpimesh.dtensor.halo_exchange import Halo
 from mpimesh.dtensor.joining import concatenate
 from mpimesh.dtensor.methods import reduced
-from mpimesh.dtensor.picking import pick, pick_along, place_in, true_anywhere
+from mpimesh.dtensor.picking import pick_along, place_in, true_anywhere
 from mpimesh.dtensor.reduce import reduce
 from mpimesh.dtensor.reshape import moveaxis, ravel, row_along
 from mpimesh.dtensor.run import (
@@ -34,7 +34,7 @@ from mpimesh.dtensor.run import (
     table_of,
 )
 from mpimesh.errors import DTypeError, ShapeError
-from mpimesh.layout import Layout, Placement, PlacementSpec, Shard
+from mpimesh.layout import Layout, Placement, Shard
 from mpimesh.layout.axis_rules import unsplit
 from mpimesh.layout.tiling import places_of
 from mpimesh.runtime import MAX_TAG
@@ -283,25 +283,28 @@ def diff(a: DTensor, n: int = 1, axis: int = -1) -> DTensor:
     return x
 
 
-def _with_neighbours(x: DTensor, axis: int, before: int, after: int) -> tuple[DTensor, DTensor]:
-    """Return `x`, split so that it can be, and the array of its blocks with their neighbours."""
+def _with_neighbours(
+    x: DTensor, axis: int, before: int, after: int
+) -> tuple[DTensor, HostArray, int]:
+    """Return `x`, split by one dim at most, its block with its neighbours, and where that begins.
+
+    The block has no elements on a rank that has none. Collective, if the axis is split.
+    """
     x = reduced(x)
     dims = [d for d, s in enumerate(x.placement) if isinstance(s, Shard) and s.axis == axis]
     if len(dims) > 1:
         x = moved_to(x, unsplit(x.placement, {axis}))
-    if len(dims) != 1:
-        return x, x
-    edges = x.layout.tiling(x.shape).bounds[axis].tolist()
+    if not x.is_member:
+        return x, np.empty((0,) * x.ndim, x.dtype), 0
+    start, stop = x.layout.box(x.shape, x.mesh.rank)[axis]
+    if len(dims) != 1 or not x.size:
+        return x, x.local, start
     length = x.shape[axis]
-    rows = [
-        range(max(0, start - before), min(length, stop + after)) if stop > start else range(0)
-        for start, stop in pairwise(edges)
-    ]
-    specs: list[PlacementSpec] = list(x.placement)
-    specs[dims[0]] = Shard.of_sizes(axis, [len(row) for row in rows])
-    picks = {axis: np.concatenate([np.arange(row.start, row.stop) for row in rows])}
-    every = tuple(picks.get(one, range(n)) for one, n in enumerate(x.shape))
-    return x, pick(x, every, Placement(specs), name="neighbours")
+    before, after = min(before, length), min(after, length)
+    padded: HostArray = Halo(x, {axis: (before, after)}, "none").exchange(x)
+    low, high = max(0, start - before), min(length, stop + after) if stop > start else 0
+    first = low + before - start
+    return x, padded[(*(slice(None),) * axis, slice(first, max(first, high + before - start)))], low
 
 
 # -- gradients -------------------------------------------------------------------------------
@@ -338,18 +341,16 @@ def gradient(f: Any, *varargs: Any, axis: Any = None, edge_order: Any = 1) -> An
 
 
 def _gradient(f: DTensor, step: Any, axis: int, edge_order: Any, kind: Any) -> DTensor:
-    x, wide = _with_neighbours(f, axis, 2, 2)
+    x, wide, first = _with_neighbours(f, axis, 2, 2)
     if not x.is_member:
         return DTensor(x.mesh, x.layout, x.shape, kind, None)
     start, stop = x.layout.box(x.shape, x.mesh.rank)[axis]
-    block = np.zeros(x.local.shape, kind)
-    if stop > start:
-        first = max(0, start - 2) if wide is not x else start
-        here, values = step, cast(Any, wide.local)
-        if np.ndim(step):
-            here = np.asarray(step)[first : first + wide.local.shape[axis]]
-        found = np.gradient(values, here, axis=axis, edge_order=edge_order)
-        block[...] = found[(*(slice(None),) * axis, slice(start - first, stop - first))]
+    block, here = np.zeros(x.local.shape, kind), step
+    if np.ndim(step):
+        here = np.asarray(step)[first : first + wide.shape[axis]]
+    if block.size:
+        found = np.gradient(cast(Any, wide), here, axis=axis, edge_order=edge_order)
+        block = found[(*(slice(None),) * axis, slice(start - first, stop - first))]
     return DTensor(x.mesh, x.layout, x.shape, kind, block)
 
 
@@ -382,7 +383,7 @@ def convolve(a: Any, v: Any, mode: Any = "full") -> DTensor:
     row = table_of(kernel)
     kind = np.convolve(np.zeros(1, x.dtype), np.zeros(1, row.dtype)).dtype
     # What goes with each element of `x`; the last one of all has the tail.
-    x, wide = _with_neighbours(x, 0, count - 1, count - 1)
+    x, wide, low = _with_neighbours(x, 0, count - 1, count - 1)
     edges = x.layout.tiling(x.shape).bounds[0].tolist()
     ends = [min(max(edge - first, 0), total) for edge in edges]
     ends = [total if edge == length else end for edge, end in zip(edges, ends, strict=True)]
@@ -396,8 +397,7 @@ def convolve(a: Any, v: Any, mode: Any = "full") -> DTensor:
     start, stop = layout.box((total,), x.mesh.rank)[0]
     block = np.zeros(stop - start, kind)
     if stop > start:
-        low = max(0, x.layout.box(x.shape, x.mesh.rank)[0][0] - count + 1) if wide is not x else 0
-        found = np.convolve(wide.local, row)
+        found = np.convolve(wide, row)
         block[...] = found[start + first - low : stop + first - low]
     return DTensor(x.mesh, layout, (total,), kind, block)
 

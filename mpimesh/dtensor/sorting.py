@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor, common_mesh
 from mpimesh.dtensor.elementwise import blockwise
 from mpimesh.dtensor.indexing import masked, of_rows
+from mpimesh.dtensor.joining import concatenate
 from mpimesh.dtensor.methods import reduced, require_member
 from mpimesh.dtensor.picking import exchange_counts, exchange_pieces, place_in, true_anywhere
 from mpimesh.dtensor.reshape import permuted, ravel, reshape, row_along
@@ -126,8 +128,8 @@ def _cuts(row: DTensor, dim: int, values: HostArray, before: HostArray, parts: i
     return cuts
 
 
-def _sorted(a: DTensor, axis: Any, kind: Any, *, indices: bool) -> DTensor:
-    """Sort along an axis, or say which indices would.
+def _sorted(a: DTensor, axis: Any, kind: Any, *, indices: bool, kth: Any = None) -> DTensor:
+    """Sort along an axis, or say which indices would; with `kth` only partition it.
 
     Cost:
         Nothing moves if the axis is whole. Else the split goes to another axis and comes
@@ -137,13 +139,20 @@ def _sorted(a: DTensor, axis: Any, kind: Any, *, indices: bool) -> DTensor:
     x = reduced(x)
     target = lines_placement(x.layout.mesh, x.placement, x.shape, which)
     dtype = np.dtype(np.intp) if indices else x.dtype
+    if target is None and kth is not None:
+        parted = _parted_row(x, kth, indices=indices)
+        if parted is not None:
+            return parted
     if target is None:
         return _line_by_line(x, which, dtype, indices=indices)
     here = moved_to(x, target)
     block = None
-    if here.is_member:
+    if here.is_member and kth is None:
         done = np.argsort if indices else np.sort
         block = done(here.local, which, kind=kind)
+    elif here.is_member:
+        part = np.argpartition if indices else np.partition
+        block = part(here.local, kth, which)
     found = DTensor(x.mesh, here.layout, x.shape, dtype, block)
     return moved_to(found, x.placement)
 
@@ -230,16 +239,82 @@ def take_along_axis(arr: Any, indices: Any, axis: Any = -1) -> DTensor:
 
 @implements_by_name(np.partition)
 def partition(a: Any, kth: Any, axis: Any = -1, kind: Any = None) -> DTensor:
-    """Return the array with the `kth` elements in their places: sorted, which is one way."""
+    """Return the array with the `kth` elements in their places; smaller ones before them.
+
+    Cost:
+        As of :func:`sort`. A single row of numbers that is split, and one `kth`, are quicker:
+        a few thousand elements go to every rank, and then all move once.
+    """
     _check_kth(a, kth, axis)
-    return sort(a, axis)
+    return _sorted(a, axis, kind, indices=False, kth=kth)
 
 
 @implements_by_name(np.argpartition)
 def argpartition(a: Any, kth: Any, axis: Any = -1, kind: Any = None) -> DTensor:
     """Return the indices of :func:`partition`."""
     _check_kth(a, kth, axis)
-    return argsort(a, axis)
+    return _sorted(a, axis, kind, indices=True, kth=kth)
+
+
+def _parted_row(x: DTensor, kth: Any, *, indices: bool) -> DTensor | None:
+    """Partition a split row of numbers; None where sorting is to do it."""
+    if x.ndim != 1 or np.size(kth) != 1 or x.dtype.kind not in "biuf" or not x.is_member:
+        return None
+    row = moved_to(x, rows_placement(x.placement, x.shape, 1))
+    value = _kth_of(row, int(np.ravel(kth)[0]) % x.shape[0])
+    if value is None:
+        return None
+    # Before it, like it, behind it; NaN, which nothing is less or more than, comes last.
+    if value != value:
+        kinds = 2 * np.isnan(row.local).astype(np.uint8)
+    else:
+        kinds = 2 - (row.local <= value).astype(np.uint8) - (row.local < value)
+    order = np.argsort(kinds, kind="stable")
+    found = order + row.global_offset[0] if indices else row.local[order]
+    cuts = np.searchsorted(kinds[order], [1, 2])
+    parts = [of_rows(row, part, (), {0: 0}) for part in np.split(found, cuts)]
+    return moved_to(concatenate(parts), x.placement)
+
+
+def _kth_of(row: DTensor, k: int) -> Any:
+    """Return the element of a row that would be at `k` if it were sorted. Collective.
+
+    It lies between two samples, with few others between them, among which is searched further.
+    None if samples do not tell them apart.
+    """
+    rest = row.local
+    if row.dtype.kind == "f" and np.isnan(rest).any():
+        rest = rest[~np.isnan(rest)]
+    for _ in range(_MOST_ROUNDS):
+        all_rest = of_rows(row, rest, (), {0: 0})
+        total = all_rest.shape[0]
+        if k >= total:
+            return np.nan
+        if total <= _FEW:
+            return np.partition(all_rest.full(), k)[k]
+        every = total // _FEW + 1
+        samples = np.sort(of_rows(row, rest[::every], (), {0: 0}).full())
+        place, near = k * len(samples) // total, 2 * math.isqrt(len(samples))
+        low, high = samples[max(place - near, 0)], samples[min(place + near, len(samples) - 1)]
+        below, between = rest < low, (rest >= low) & (rest <= high)
+        less = of_rows(row, rest[below], (), {0: 0})
+        inside = of_rows(row, rest[between], (), {0: 0})
+        if k < less.shape[0]:
+            rest = less.local
+        elif k >= less.shape[0] + inside.shape[0]:
+            rest, k = rest[rest > high], k - less.shape[0] - inside.shape[0]
+        elif low == high:
+            return low
+        elif inside.shape[0] == total:
+            return None
+        else:
+            rest, k = inside.local, k - less.shape[0]
+    return None
+
+
+_FEW = 4096
+"""So many elements are gathered, to see which one it is, and about so many samples."""
+_MOST_ROUNDS = 12
 
 
 def _check_kth(a: DTensor, kth: Any, axis: Any) -> None:
@@ -289,16 +364,17 @@ def unique(
     x = ravel(reduced(ar))
     x = moved_to(x, rows_placement(x.placement, x.shape, 1))
     require_member(x)
+    alike = Layout.replicated(x.mesh)
+    if not (return_index or return_inverse or return_counts):  # which NumPy has another way for
+        values = np.unique(x.local, equal_nan=equal_nan)
+        found = np.unique(of_rows(x, values, (), {0: 0}).full(), equal_nan=equal_nan)
+        return DTensor(x.mesh, alike, found.shape, found.dtype, found)
     values, first, own, counts = np.unique(
         x.local, return_index=True, return_inverse=True, return_counts=True, equal_nan=equal_nan
     )
     first += x.global_offset[0]
     parts = [of_rows(x, part, (), {0: 0}) for part in (values, first, counts)]
     start, rows = parts[0].global_offset[0], [part.full() for part in parts]
-    alike = Layout.replicated(x.mesh)
-    if not (return_index or return_inverse or return_counts):  # which NumPy has another way for
-        found = np.unique(rows[0], equal_nan=equal_nan)
-        return DTensor(x.mesh, alike, found.shape, found.dtype, found)
     # With the index NumPy's sort is stable: equal ones are in the order of their places.
     every, at, which = np.unique(rows[0], True, return_inverse=True, equal_nan=equal_nan)
     total = np.zeros(len(every), counts.dtype)

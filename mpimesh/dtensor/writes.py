@@ -15,7 +15,7 @@ from mpimesh.arrays import HostArray, refuse_masked, refuse_objects
 from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor, common_mesh
 from mpimesh.dtensor.methods import reduced
-from mpimesh.dtensor.picking import pick_along, true_anywhere
+from mpimesh.dtensor.picking import pick_along, regrown, true_anywhere
 from mpimesh.dtensor.redistribute import identity_of
 from mpimesh.dtensor.reshape import broadcast_to, expand_dims, reshape, row_along, squeeze
 from mpimesh.dtensor.run import as_tensor, moved_to, table_of, whole_key
@@ -175,7 +175,7 @@ def _scatter(x: DTensor, read: Key, values: HostArray) -> None:
     rest = [axis for axis in range(x.ndim) if axis not in read.arrays]
     free = [at for at in range(ndim) if not read.place <= at < read.place + extra]
     box = x.layout.box(x.shape, x.mesh.rank)
-    mine: HostArray = np.ones((1,) * ndim, bool)
+    mine: Any = True
     rows: list[HostArray] = []
     for axis, (start, stop) in enumerate(box):
         if axis in read.arrays:
@@ -184,8 +184,11 @@ def _scatter(x: DTensor, read: Key, values: HostArray) -> None:
             pick = np.array(read.picks[axis], np.int64)
             index = pick.reshape(-1, *(1,) * (ndim - 1 - free[rest.index(axis)]))
         rows.append(index)
-        mine = mine & ((index >= start) & (index < stop))
+        if stop - start < x.shape[axis]:
+            mine = mine & ((index >= start) & (index < stop))
     mine = np.broadcast_to(mine, whole.shape)
+    if ndim == 1:
+        mine = np.flatnonzero(mine)  # quicker than the mask
     key = tuple(
         np.broadcast_to(row, whole.shape)[mine] - start
         for row, (start, _) in zip(rows, box, strict=True)
@@ -274,15 +277,17 @@ def put(a: Any, ind: Any, v: Any, mode: str = "raise") -> None:
         places = np.clip(places, 0, x.size - 1)
     elif mode not in ("raise", "wrap", "clip"):
         raise NoRuleError.everywhere(f"np.put has modes raise, wrap and clip, got {mode!r}")
-    if ((places < -x.size) | (places >= x.size)).any():
+    if places.size and (places.min() < -x.size or places.max() >= x.size):
         raise IndexOutOfRangeError.everywhere(
             f"a place of {places} is out of bounds for {x.size} elements"
         )
     values = np.ravel(elements_for(x, table_of(v)))
     if not places.size or not values.size:
         return
-    written = np.resize(values, places.size)
-    if x.ndim:
+    written = values if len(values) == 1 else np.resize(values, places.size)
+    if x.ndim == 1:
+        set_item(x, places, written)
+    elif x.ndim:
         set_item(x, np.unravel_index(places % x.size, x.shape), written)
     else:
         set_item(x, (), written[-1])
@@ -386,7 +391,7 @@ def insert(arr: Any, obj: Any, values: Any, axis: Any = None) -> DTensor:
     try:
         # Into no elements: the values alone, with the shape that NumPy gives them.
         new = np.insert(none, _zeros_like(where, length), new_values, which)
-        marks = np.insert(np.full(length, -1), where, np.arange(new.shape[which]))
+        np.insert(np.empty(length, np.int8), where, np.empty(new.shape[which], np.int8))
     except IndexError as error:
         raise IndexOutOfRangeError.everywhere(
             f"np.insert, axis {which} of shape {x.shape}: {error}"
@@ -394,6 +399,31 @@ def insert(arr: Any, obj: Any, values: Any, axis: Any = None) -> DTensor:
     if not length:
         found = as_tensor(new, x.mesh)
         return moved_to(found, x.placement) if found.ndim == x.ndim else found
+    places = np.broadcast_to(_places_of(where, length), new.shape[which])
+    outside = [slice(*edges) for edges in x.layout.box(x.shape, x.mesh.rank)] if x.is_member else []
+
+    def mine(start: int, stop: int) -> HostArray:
+        """Return which are put behind an element of a block, or before the first of all."""
+        after = (places > start) & (places <= stop)
+        return after | (places == 0) if start == 0 < stop else after
+
+    def count(start: int, stop: int) -> int:
+        return stop - start + int(np.count_nonzero(mine(start, stop)))
+
+    def block_of(block: HostArray, start: int, stop: int) -> HostArray:
+        chosen = np.flatnonzero(mine(start, stop))
+        outside[which] = slice(None)
+        return np.insert(
+            block, places[chosen] - start, new[tuple(outside)].take(chosen, which), which
+        )
+
+    grown = regrown(x, which, count, block_of)
+    return _inserted(x, which, where, new) if grown is None else grown
+
+
+def _inserted(x: DTensor, which: int, where: Any, new: HostArray) -> DTensor:
+    """Return the array with new values put in along an axis that several dims split."""
+    marks = np.insert(np.full(x.shape[which], -1), where, np.arange(new.shape[which]))
     positions = np.cumsum(marks < 0) - 1
     found = pick_along(x, {which: np.maximum(positions, 0)}, name="insert")
     if found.is_member:
@@ -405,6 +435,17 @@ def insert(arr: Any, obj: Any, values: Any, axis: Any = None) -> DTensor:
         block = np.moveaxis(found.local, which, 0)
         block[places] = np.moveaxis(new[tuple(outside)], which, 0)[mine[places]]
     return found
+
+
+def _places_of(where: Any, length: int) -> HostArray:
+    """Return before which elements values are put in, counted from 0."""
+    if isinstance(where, slice):
+        return np.arange(*where.indices(length))
+    rows: HostArray = np.asarray(where)
+    if rows.dtype == bool and rows.ndim:
+        return np.flatnonzero(rows)
+    rows = np.ravel(rows).astype(np.intp)
+    return np.where(rows < 0, rows + length, rows)
 
 
 def _zeros_like(where: Any, length: int) -> Any:

@@ -23,6 +23,7 @@ __all__ = [
     "axis_groups",
     "counts_between",
     "full_shape",
+    "is_sorted",
     "join_rules",
     "lines_placement",
     "met",
@@ -221,6 +222,9 @@ def met(
     """
     if not isinstance(picks, range):
         part = picks[start:stop]
+        if is_sorted(part):
+            first, last = np.searchsorted(part, [low, high]).tolist()
+            return slice(first, last, 1), _as_slice(part[first:last] - low), last - first
         where = np.flatnonzero((part >= low) & (part < high))
         return _as_slice(where), _as_slice(part[where] - low), len(where)
     part_range = picks[start:stop]
@@ -249,11 +253,32 @@ def counts_between(picks: Picks, bounds: Integers, source: Integers) -> Integers
             for a, b in _pairs(bounds)
         ]
         return np.array(rows, np.int64).reshape(len(bounds) - 1, len(source) - 1)
-    owners = np.searchsorted(source, picks, "right") - 1
-    homes = np.searchsorted(bounds, np.arange(len(picks)), "right") - 1
-    flat = homes * (len(source) - 1) + owners
-    counts = np.bincount(flat, minlength=(len(bounds) - 1) * (len(source) - 1))
-    return counts.reshape(len(bounds) - 1, len(source) - 1)
+    parts = len(source) - 1
+    counts = np.zeros((len(bounds) - 1, parts), np.int64)
+    for row, (start, stop) in zip(counts, _pairs(bounds), strict=True):
+        part = picks[start:stop]
+        if is_sorted(part):
+            row[:] = np.diff(np.searchsorted(part, source))
+        elif parts <= _FEW:
+            before = [np.count_nonzero(part < edge) for edge in source[1:-1].tolist()]
+            row[:] = np.diff([0, *before, len(part)])
+        else:
+            owners = np.searchsorted(source, part, "right") - 1
+            row[:] = np.bincount(owners, minlength=parts)
+    return counts
+
+
+_FEW = 16
+"""Of so many intervals, comparing all indices with each edge is quicker than looking each up."""
+
+
+def is_sorted(indices: Integers) -> bool:
+    """Tell whether none is less than the one before."""
+    # Most that are not show it at once.
+    head = indices[:64]
+    if len(indices) > 64 and not (head[:-1] <= head[1:]).all():
+        return False
+    return bool((indices[:-1] <= indices[1:]).all())
 
 
 def picked_placement(
@@ -286,8 +311,12 @@ def picked_placement(
 def _in_order(picks: Picks, bounds: Integers) -> bool:
     if isinstance(picks, range):
         return picks.step > 0 or len(picks) < 2
-    owners = np.searchsorted(bounds, picks, "right")
-    return bool((owners[:-1] <= owners[1:]).all())
+    if len(bounds) == 2 or is_sorted(picks):
+        return True
+    head = np.searchsorted(bounds, picks[:64], "right")
+    if not is_sorted(head):
+        return False
+    return is_sorted(np.searchsorted(bounds, picks, "right"))
 
 
 def _pairs(bounds: Integers) -> list[tuple[int, int]]:
@@ -307,8 +336,12 @@ def _as_slice(indices: Integers) -> slice | Integers:
     """Return evenly spaced indices as a slice, which is quicker."""
     if len(indices) < 2:
         return _slice_of(int(indices[0]) if len(indices) else 0, len(indices), 1)
-    step = int(indices[1] - indices[0])
-    if step != 0 and (np.diff(indices) == step).all():
+    step, last = int(indices[1] - indices[0]), len(indices) - 1
+    if (
+        step != 0
+        and int(indices[last] - indices[0]) == step * last
+        and (np.diff(indices) == step).all()
+    ):
         return _slice_of(int(indices[0]), len(indices), step)
     return indices
 

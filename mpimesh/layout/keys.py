@@ -173,7 +173,9 @@ def checked_indices(indices: Any, length: int, axis: int) -> Integers:
         raise IndexOutOfRangeError(
             f"index {wrong} is out of bounds for axis {axis}, which has {length} elements"
         )
-    rows: Integers = np.where(array < 0, array.astype(np.int64) + length, array).astype(np.int64)
+    rows: Integers = array.astype(np.int64)
+    if low < 0:
+        rows[rows < 0] += length
     return rows
 
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import mpimesh as mm
+from mpimesh.dtensor import sorting
 from mpimesh.errors import AxisError, NoRuleError, ShapeError
-from tests.helpers.depth import examples
+from tests.helpers.depth import deep, examples
 from tests.helpers.dtensor_check import (
     SIZES,
     agree,
@@ -21,6 +22,7 @@ from tests.helpers.dtensor_check import (
     same,
     split,
 )
+from tests.helpers.ranks import on
 
 SCANS: list[Any] = [
     np.cumsum,
@@ -169,3 +171,40 @@ def test_sums_of_durations(dims):
         ],
     )
     raises_alike(dims, TypeError, [(np.cumprod, spans, "S0"), (np.nancumprod, spans[:1], "S0")])
+
+
+@pytest.mark.parametrize("size", [2, 3, *deep(1, 4)])
+def test_a_long_row_is_partitioned_without_sorting_it(size, monkeypatch):
+    """By samples, also of equal elements, NaN and empty blocks; and as NumPy places the kth."""
+    monkeypatch.setattr(sorting, "_FEW", 8)
+    rng = np.random.default_rng(size)
+    rows = [
+        rng.integers(-3, 4, 100).astype("i2"),
+        rng.random(300).astype("f4"),
+        np.where(rng.random(200) < 0.3, np.nan, rng.integers(0, 50, 200)),
+        np.full(90, np.nan),
+        np.concatenate([np.full(100, -np.inf), np.arange(20.0), np.full(100, np.inf)]),
+        rng.random(64) < 0.5,
+        np.sort(rng.integers(0, 9, 150).astype("u8")),
+    ]
+
+    def main(mesh: mm.DeviceMesh) -> bool:
+        for row in rows:
+            n = len(row)
+            sizes = [n - 2 * (size - 1), *[2] * (size - 1)]
+            for placement in ("S0", f"S0({','.join(map(str, sizes))})"):
+                x: Any = mm.distribute(row, mesh, placement)
+                for k in (0, n // 3, n // 2, -1):
+                    found: Any = np.partition(x, k)
+                    order: Any = np.argpartition(x, k)
+                    assert found.placement == x.placement
+                    by_index = row[order.full()]
+                    for one in (found.full(), by_index):
+                        expected = np.sort(row)
+                        np.testing.assert_array_equal(np.sort(one), expected)
+                        np.testing.assert_array_equal(one[k], expected[k])
+                        place = k % n
+                        np.testing.assert_array_equal(np.sort(one[:place]), expected[:place])
+        return True
+
+    assert all(on(f"a={size}", main))
