@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from operator import getitem, setitem
@@ -25,6 +26,7 @@ from mpimesh.dtensor.dispatch import FACTS, FUNCTIONS, StandIn, name_of, rule_of
 from mpimesh.dtensor.methods import Methods, require_member
 from mpimesh.dtensor.redistribute import (
     Redistribution,
+    check_max_bytes,
     fitting_layout,
     plan_redistribute,
     redistribution,
@@ -275,16 +277,24 @@ class DTensor(Methods):
     # -- moving: collective --------------------------------------------------------------
 
     def plan(
-        self, placements: PlacementLike | None = None, *, mesh: DeviceMesh | None = None
+        self,
+        placements: PlacementLike | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        max_bytes: int = 0,
     ) -> RedistributionPlan:
         """Return what :meth:`redistribute` would move, between which nodes, and how. Local.
+
+        With `max_bytes`, too: no collective of a group does it then, but messages.
 
         Raises:
             LayoutError: If the placements do not fit.
         """
         target = self._target(placements, mesh)
         goal = self.mesh if mesh is None else mesh
-        return plan_redistribute(self.mesh, self.layout, goal, target, self.shape, self.itemsize)
+        check_max_bytes(max_bytes)
+        plan = plan_redistribute(self.mesh, self.layout, goal, target, self.shape, self.itemsize)
+        return replace(plan, collective=None) if max_bytes else plan
 
     def redistribute(
         self,

@@ -76,6 +76,18 @@ def redistribution(
     return _cached(mesh, key, _prepared, mesh, source, goal, target, shape, dtype)
 
 
+def check_max_bytes(max_bytes: int) -> None:
+    """Refuse what is no limit.
+
+    Raises:
+        ShapeError: If it is no number of bytes.
+    """
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
+        raise ShapeError(
+            f"max_bytes must be a number of bytes, or 0 for no limit; got {max_bytes!r}"
+        )
+
+
 def _copied_out(block: HostArray | None, user_out: HostArray | None, result: Any) -> Any:
     """Return the result, once the new block is in the caller's array, if there is one."""
     if user_out is not None and block is not None and user_out is not block:
@@ -194,10 +206,7 @@ class Redistribution:
             finish: Makes the result out of the new block, or of None.
             max_bytes: Most packed bytes at a time; 0 for no limit.
         """
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
-            raise ShapeError(
-                f"max_bytes must be a number of bytes, or 0 for no limit; got {max_bytes!r}"
-            )
+        check_max_bytes(max_bytes)
         if self.plan.collective is not None and block is not None and not max_bytes:
             group, name, arguments, options = self._collective(mesh, block, None)
             started: CollectiveTensor = getattr(group, name)(*arguments, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
@@ -414,13 +414,27 @@ def _brought(operands: Sequence[Any], goals: Sequence[Layout], rank: int) -> tup
 
     What needs no other rank is cut out of what is here, without a copy.
     """
-    started = [
-        _cut_or_start(one, goal) if isinstance(one, DTensor) else _whole_value(one, goal, rank)
+    starts = (
+        partial(_cut_or_start, one, goal)
+        if isinstance(one, DTensor)
+        else partial(_whole_value, one, goal, rank)
         for one, goal in zip(operands, goals, strict=True)
-    ]
-    return tuple(
-        found.resolve().local if isinstance(found, CollectiveTensor) else found for found in started
     )
+    return tuple(one.local if isinstance(one, DTensor) else one for one in _all_of(starts))
+
+
+def _all_of(starts: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Start all moves, then wait for them. Collective.
+
+    If one is refused, on all ranks, those before it are waited for, too: nothing stays under way.
+    """
+    started: list[Any] = []
+    try:
+        for start in starts:
+            started.append(start())  # noqa: PERF401 - what came before an error stays
+    finally:
+        found = [one.resolve() if isinstance(one, CollectiveTensor) else one for one in started]
+    return found
 
 
 def _cut_or_start(x: DTensor, goal: Layout) -> Any:
@@ -543,11 +557,11 @@ def all_redistributed(
 ) -> list[DTensor]:
     """Bring all operands to their placements, at once. Collective."""
     goals = [Layout(x.mesh, to) for x, to in zip(operands, placements, strict=True)]
-    started = [
-        x if x.layout == goal else x.start_redistribute(goal.placement)
-        for x, goal in zip(operands, goals, strict=True)
-    ]
-    return [one if isinstance(one, DTensor) else one.resolve() for one in started]
+
+    def start(x: DTensor, goal: Layout) -> Any:
+        return x if x.layout == goal else x.start_redistribute(goal.placement)
+
+    return _all_of(partial(start, x, to) for x, to in zip(operands, goals, strict=True))
 
 
 def on_stacks(

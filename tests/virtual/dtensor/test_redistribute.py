@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import product
 from typing import Any
 
@@ -443,3 +444,42 @@ def test_what_exceeds_the_budget_of_one_rank_is_refused_on_all(monkeypatch, chec
             assert budget.used_bytes == (48 if mesh.rank in (1, 2) else 0)
 
     on("a=2,b=2", main)
+
+
+@pytest.mark.parametrize("places", [("P", "R"), ("S0", "R"), ("P", "S0"), ("S0", "S1"), ("P", "P")])
+def test_a_plan_with_max_bytes_says_what_is_moved_with_it(places):
+    before, after = places
+
+    def main(mesh):
+        for shape in ((8, 1), (5, 5), (21, 21)):
+            x = mm.zeros(shape, mesh, before)
+            for limit in (0, 64, 4096):
+                start = mesh.traffic().snapshot()
+                x.redistribute(after, max_bytes=limit)
+                moved = (mesh.traffic() - start).received_bytes
+                planned = x.plan(after, max_bytes=limit).received_bytes(mesh.rank)
+                assert moved == planned, (shape, limit)
+        with pytest.raises(ShapeError, match="max_bytes"):
+            x.plan(after, max_bytes=-1)
+
+    on("a=4", main)
+
+
+def test_a_refused_operand_leaves_nothing_under_way():
+    """The first operand was moving already; the mesh would not close."""
+
+    def main(mesh):
+        x = mm.DTensor.from_local(np.ones((7, 5)), mesh, "P(max)", shape=(7, 5))
+        target: Any = mm.zeros((7, 5), mesh, "P", dtype="c16")
+        joined: Any = mm.zeros((7, 5), mesh, "S0", dtype="c16").redistribute("S0")
+        summed = mm.DTensor.from_local(np.ones((7, 5), "c8"), mesh, "P", shape=(7, 5))
+        for call in (
+            lambda: np.copyto(target, x, casting="unsafe", where=np.ones(5, bool)),
+            lambda: np.where(x > 0, x, summed),
+            lambda: np.concatenate([x, summed, joined], 1),
+            lambda: np.linalg.solve(summed, x),
+        ):
+            with contextlib.suppress(TypeError, ValueError, LayoutError):
+                call()
+
+    on("a=2", main)
