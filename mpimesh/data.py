@@ -154,6 +154,10 @@ class Batches:
         self.seed: int = settings["seed"]
         self.shuffle: bool = settings["shuffle"]
         self.drop_last: bool = settings["drop_last"]
+        counts = self._mesh.group()._core.progress.counts
+        key = f"data.Batches {self._mesh.group().communicator.name}"
+        counts[key] = counts.get(key, 0) + 1
+        self._name = f"Batches number {counts[key]}, of {self.rows} rows, seed {self.seed}"
         self._position = 0
         self._order: tuple[tuple[int, int], HostArray] = ((-1, -1), np.empty(0, np.int64))
         self._ahead: deque[Future[Tree | None]] = deque()
@@ -375,7 +379,9 @@ class Batches:
         def block(leaf: Any, _path: str) -> Any:
             if leaf is None or isinstance(leaf, UnreadRows):
                 return leaf
-            return DTensor(self._mesh, layout, (rows, *leaf.shape[1:]), leaf.dtype, leaf)
+            made = DTensor(self._mesh, layout, (rows, *leaf.shape[1:]), leaf.dtype, leaf)
+            made._origin = f"batch {number} of {self._name}"
+            return made
 
         if blocks is None:
             blocks = structure.unflatten([None] * structure.num_leaves)

@@ -73,7 +73,10 @@ class DTensor(Methods):
     `local`, what permutes axes (`T`), `np.expand_dims`, `real` and `imag`.
     """
 
-    __slots__ = ("__weakref__", "_block", "_dtype", "_layout", "_mesh", "_shape")
+    __slots__ = ("__weakref__", "_block", "_dtype", "_layout", "_mesh", "_origin", "_shape")
+
+    _origin: str
+    """Which of the batches of :class:`~mpimesh.data.Batches` it is; unset if it is none."""
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar, cast
+from weakref import ref
 
 import numpy as np
 
@@ -71,6 +72,7 @@ class Parameter:
         data: The values, C-contiguous, or None before `materialize`.
         grad_dtype: The gradient's; that of the values if None. A wider one loses less in sums.
         requires_grad: False freezes it: layers compute no gradient, and optimizers leave it alone.
+        trainer: The optimizer that was made of it last; None if there is none.
         on_ready: Called with it after each `accumulate`, once per use of its layer and microbatch.
 
     Raises:
@@ -96,6 +98,7 @@ class Parameter:
         "rank",
         "requires_grad",
         "shape",
+        "trainer",
     )
 
     takes_wider_grad: ClassVar[bool] = True
@@ -125,6 +128,7 @@ class Parameter:
         self.initializer = initializer
         self.requires_grad = as_flag(requires_grad, "requires_grad", ModuleError)
         self.data: Array = None
+        self.trainer: ref[Any] | None = None
         self._away = ""
         self._away_dtype: DType | None = None
         self._attached = False
@@ -432,7 +436,7 @@ class Parameter:
             "_marks": bytearray([self._is_zero]),
             "_place": 0,
         }
-        return own, {**slots, **alone, "on_ready": None, "grad_dtype": None}
+        return own, {**slots, **alone, "on_ready": None, "grad_dtype": None, "trainer": None}
 
     def __repr__(self) -> str:
         where = "no memory" if self.data is None else str(self.data.dtype)

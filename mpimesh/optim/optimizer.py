@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
+from weakref import ref
 
 import numpy as np
 
@@ -79,6 +80,7 @@ class Optimizer(ABC):
 
     Attributes:
         decays: The answers, in the order of `params`.
+        calls: The calls of :meth:`step`.
 
     Raises:
         ModuleError: If a number is out of range, a parameter stands twice, or `decay_mask` gives
@@ -87,13 +89,11 @@ class Optimizer(ABC):
 
     numbers: ClassVar[tuple[str, ...]] = ("lr",)
     """Attributes that `state_dict` holds beside the state."""
-
     num_scratch: ClassVar[int] = 1
     """Blocks of scratch memory that `_update` needs."""
-
     elementwise: ClassVar[bool] = True
-    """Whether `_update` does to each element what it would do to it in any other block. Only then
-    may ranks divide a parameter among them. One that takes norms of blocks says False."""
+    """Whether `_update` does to each element what it would do to it in any other block: only then
+    may ranks divide a parameter among them."""
 
     def __init__(
         self,
@@ -115,6 +115,9 @@ class Optimizer(ABC):
         self.decays: Sequence[bool] = tuple(
             decay_mask is None or _checked_answer(decay_mask(one), one) for one in self.params
         )
+        self.calls = 0
+        for one in self.params:
+            one.trainer = ref(self)
         self._slots: dict[int, _Slot] = {}
         self._scratch: dict[tuple[ModuleType, DType], Array] = {}
         self._is_lent = False
@@ -177,8 +180,8 @@ class Optimizer(ABC):
         """Change every parameter that has a gradient and is not frozen.
 
         Raises:
-            ModuleStateError: If a parameter with a gradient has no memory.
-                Or if another object steps it, such as a :class:`~mpimesh.ParallelOptimizer`.
+            ModuleStateError: If a parameter with a gradient has no memory, or another object steps
+                it, such as a :class:`~mpimesh.ParallelOptimizer`.
             ShapeError: If a parameter's memory is not C-contiguous.
         """
         if self._is_lent:
@@ -186,6 +189,7 @@ class Optimizer(ABC):
                 f"this {type(self).__name__} was given to a ParallelOptimizer, which knows what "
                 "its parameters and gradients are: call step() of that"
             )
+        self.calls += 1
         for place in range(len(self.params)):
             self.step_at(place)
 
@@ -211,11 +215,7 @@ class Optimizer(ABC):
             self._update(data, grad, state, scratch, slot.steps, self.decays[place])
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
-        """Forget the gradients of all parameters.
-
-        Args:
-            set_to_none: Without effect; for programs that name it, as PyTorch's may.
-        """
+        """Forget the gradients of all parameters; `set_to_none`, as of PyTorch, changes nothing."""
         for parameter in self.params:
             parameter.zero_grad()
 

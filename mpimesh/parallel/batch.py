@@ -23,6 +23,7 @@ from mpimesh.layout import Layout, Replicate, Shard
 from mpimesh.nn import Loss
 from mpimesh.nn.protocol import loss_advice
 from mpimesh.optim.optimizer import numbers_text
+from mpimesh.parallel.checked import CHECKED, options_text
 from mpimesh.parallel.header import (
     OWN_ROWS,
     UNKNOWN,
@@ -78,6 +79,7 @@ class Batch:
         values: Once it is checked, what was given, by title: each value, or its microbatches.
         sizes: The rows of the batch, or of each of its microbatches.
         is_split: Whether the values are this rank's blocks of split arrays.
+        origin: Which of the batches of Batches the last split array is; None if it is of none.
         facts: What the ranks compare.
     """
 
@@ -94,6 +96,7 @@ class Batch:
     values: dict[str, Sequence[Tree]] = field(init=False, default_factory=dict)
     sizes: tuple[int, ...] = field(init=False, default=())
     is_split: bool = field(init=False, default=False)
+    origin: str | None = field(init=False, default=None)
     facts: Facts = field(init=False, default_factory=dict)
 
     @property
@@ -208,6 +211,16 @@ class Batch:
             "replica": replica,
             "counted": None if replica is None else self.counted(engine),
         }
+        if checks:
+            given = None if self.denominator is None else _as_number(self.denominator)
+            self.facts |= {
+                "trained": engine.trainer.text(engine.optimizer, engine.named_parameters())
+                if self.training
+                else None,
+                "denominator": given,
+                "origin": self.origin,
+                "loaded": engine.loaded or None,
+            }
         if is_cut and replica is None:
             self.facts["count"] = len(self.sizes)
             self.facts["sizes"] = ", ".join(map(str, self.sizes))
@@ -239,6 +252,7 @@ class Batch:
             "how": how,
             "place": engine.place,
             **dict.fromkeys(("rows", "count", "sizes", "goal", "optimizer", "replica", "counted")),
+            **dict.fromkeys(CHECKED),
             **{name: {} for name in ("kinds", "sums", "parameters")},
         }
 
@@ -264,6 +278,7 @@ class Batch:
             blocks: list[Array] = []
 
             def block(x: DTensor, path: str, blocks: list[Array] = blocks) -> Array:
+                self.origin = getattr(x, "_origin", None)
                 blocks.append(_block(engine, x, path))
                 return blocks[-1]
 
@@ -390,15 +405,9 @@ class Batch:
         """Say what loss this rank computes; None if it does not hold the last stage."""
         if not self.with_loss or not engine.is_last:
             return None
-        count = "what the batch counts"
-        if self.denominator is not None:
-            try:
-                count = str(float(self.denominator))
-            except (TypeError, ValueError, OverflowError):
-                raise ModuleError(
-                    f"denominator must be a number above 0, got {self.denominator!r}"
-                ) from None
-        return f"{type(self.loss).__name__} divided by {count}"
+        given = self.denominator
+        count = "what the batch counts" if given is None else _as_number(given)
+        return f"{options_text(self.loss)} divided by {count}"
 
     def _checksums(self, *, whole: bool) -> dict[str, str]:
         """Return by title the checksum of each value on the host without Python objects."""
@@ -453,6 +462,8 @@ class Batch:
             row = [UNKNOWN] * engine.places
             row[facts["place"]] = number_of(text)
             numbers += row
+        if engine.checks:
+            numbers += [number_of(facts[name]) for name in CHECKED]
         return numbers
 
     def own_numbers(self, engine: TrainingEngine) -> list[int]:
@@ -529,6 +540,14 @@ def parts_of(
                     f"{path} {other}"
                 )
     return tuple(parts)
+
+
+def _as_number(denominator: object) -> str:
+    """Return a denominator as the ranks compare it."""
+    try:
+        return str(float(denominator))  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise ModuleError(f"denominator must be a number above 0, got {denominator!r}") from None
 
 
 def rows_of(tree: Tree) -> int:

@@ -69,6 +69,10 @@ Facts: TypeAlias = dict[str, Any]
 | `parameters` | what tells the values of each parameter of that part from others, by name |
 | `replica` | the replica whose rows it was given; None if the batch is whole |
 | `counted` | what the targets among these rows count; None if that is their number |
+| `trained` | with checks on, the optimizer of its parameters, with its numbers |
+| `denominator` | with checks on, the denominator that it was given |
+| `origin` | with checks on, which of the batches of :class:`~mpimesh.data.Batches` x is |
+| `loaded` | with checks on, a digest of the states that it has loaded |
 
 Rows and count are None where it was given no batch; sums and parameters are empty where they are
 not to be compared.
@@ -105,12 +109,15 @@ class StepExchanges:
         inputs: Number of inputs, with x, the same on every rank.
         places: Number of parts of the model.
         replicas: How many replicas share the rows.
+        more: How many numbers there are with checks on.
 
     Attributes:
         is_alone: Whether the header of this step has failed because other ranks are in none.
     """
 
-    def __init__(self, scope: ProcessGroup, inputs: int, places: int, replicas: int) -> None:
+    def __init__(
+        self, scope: ProcessGroup, inputs: int, places: int, replicas: int, more: int
+    ) -> None:
         self._scope = scope
         self._inputs = inputs
         self._replicas = replicas
@@ -118,7 +125,7 @@ class StepExchanges:
         self._is_solo = scope.size == 1
         if not self._is_solo:
             # Checksums are of all inputs and the target.
-            self._header = _Comparison(scope, _TEXTS + 2 * inputs + 1 + 2 * places)
+            self._header = _Comparison(scope, _TEXTS + 2 * inputs + 1 + 2 * places + more)
             self._status = scope.all_reduce_init(numbers, out=numbers, label="step status")
         self._own_rows: _Comparison | None = None
         self._numbers: Sequence[int] = ()
@@ -135,7 +142,8 @@ class StepExchanges:
         Args:
             numbers: What all ranks that say anything must have alike: rows, microbatches, call,
                 goal, sizes; the kind of each input; the checksums of inputs and target; by place
-                the optimizer, and the values of parameters.
+                the optimizer, and the values of parameters; with checks on, what
+                :data:`~.checked.CHECKED` names.
             step: Which training step it is, which they must have alike, too; None for other calls.
             replica: The replica whose rows this rank was given; None if the batch is whole.
             own: What the ranks of that replica must have alike: rows, what their targets count
@@ -342,6 +350,18 @@ def disagreement(
             )
             for place in places
         ),
+        (
+            "must train their parts of the model alike: call step() as often, with the same "
+            "numbers; a stage that is to have others takes two optimizers or more, which are not "
+            "compared. Theirs are",
+            _told(everyone, "trained"),
+        ),
+        ("must divide the loss by the same number; theirs are", _told(everyone, "denominator")),
+        ("must be given the same batch of the same Batches; theirs are", _told(everyone, "origin")),
+        (
+            "must have loaded the same states of the whole model; their digests are",
+            _told(everyone, "loaded"),
+        ),
         *(
             (
                 f"that hold parameter {name!r} must hold the same values: "
@@ -367,6 +387,10 @@ def disagreement(
             cure = f"\n{batch_cure}" if rule.startswith(batch) and batch_cure else ""
             return MismatchError(f"all ranks {rule}\n{rows}{cure}")
     return None
+
+
+def _told(everyone: Sequence[Facts], name: str) -> list[object]:
+    return [one[name] for one in everyone]
 
 
 def _rules_of_own_rows(

@@ -43,6 +43,7 @@ from mpimesh.parallel.microbatch import (
     replica_sizes,
     tree_map,
 )
+from mpimesh.parallel.replicas import digest
 from mpimesh.parallel.split_layers import local_part
 from mpimesh.parallel.states import first_buffers, model_parts, model_target
 from mpimesh.parallel.step import Step
@@ -402,6 +403,9 @@ class ParallelModel(ABC):
             for data, values in changes:
                 data[...] = values
         engine.first_values = True
+        if engine.checks:
+            texts = [engine.loaded, *(f"{name} {digest(state[name])}" for name in sorted(state))]
+            engine.loaded = digest_text("\n".join(texts).encode())
 
     def _new_values(self, state: Mapping[str, Array]) -> list[tuple[Array, Array]]:
         """Return the memory of this rank's values, and what a state has for it. Local."""

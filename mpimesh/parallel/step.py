@@ -479,6 +479,8 @@ class Step:
                 engine.buckets.synchronize()
             engine.step += 1
             engine.first_values = False
+            if engine.checks:
+                engine.trainer.note(engine.optimizer, engine.named_parameters())
         else:
             engine.first_forward = False
         return loss / engine.loss_scale

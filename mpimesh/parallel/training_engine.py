@@ -28,6 +28,7 @@ from mpimesh.optim import LossScaler
 from mpimesh.parallel.bucket import STAGES, SharedValues, share_frozen
 from mpimesh.parallel.bucket_plan import Plan
 from mpimesh.parallel.buckets import GradientBuckets
+from mpimesh.parallel.checked import CHECKED, Trainer, agree_options
 from mpimesh.parallel.executor import Executor
 from mpimesh.parallel.header import StepExchanges, fingerprint
 from mpimesh.parallel.links import Links
@@ -121,6 +122,8 @@ class TrainingEngine:
             they were made or loaded.
         first_forward: Whether no step without training has compared the values of its batch.
         loss_share: What a step's loss is multiplied by, which is one of several.
+        checks: Whether ranks compare what they need not.
+        trainer, loaded: For that: its optimizer, and a digest of the states that were loaded.
         adder: The object whose steps are being taken, if one adds up gradients of several; None
             for the model by itself.
         added_by: The adder of the gradients that are being added up.
@@ -161,20 +164,20 @@ class TrainingEngine:
         self.pipe = pipe
         self.data = data
         self.counts_loss = counts_loss
+        self.checks = bool(mesh._core.context.settings.checks)
         self.tracer = NULL_TRACER if options.tracer is None else options.tracer
         self.step = 0
         self.is_step_known = False
-        self.first_values = True
-        self.first_forward = True
+        self.first_values = self.first_forward = True
         self.loss_share = 1.0
+        self.trainer, self.loaded = Trainer(), ""
         self.adder: ReferenceType[object] | None = None
         self.added_by: ReferenceType[object] | None = None
         self.optimizer: ModelOptimizer | None = None
         self.frozen_values: list[SharedValues] = []
-        self._is_hybrid = False
+        self._is_hybrid = self.is_given_back = False
         self.layer_values = LayerValues()
         self.why_no_step = ""
-        self.is_given_back = False
         self.interfaces: dict[tuple[bool, tuple[int, ...]], dict[int, Interface]] = {}
         self.tasks: dict[Hashable, Task] = {}
         self.pool = ArrayPool(lambda nbytes: mesh.shared_empty(nbytes, np.uint8))
@@ -192,6 +195,8 @@ class TrainingEngine:
             raise error from problem
         if problem is not None:
             raise problem
+        if self.checks:
+            agree_options(self.stages, scope)
         ties = find_ties(self.stages, self.plans.placement)
         self.xp = options.xp
         self.links = Links(
@@ -222,7 +227,8 @@ class TrainingEngine:
             self._broadcast()
         self.ties.agree(values=True, rule=f", bucket_bytes {options.bucket_bytes}")
         self.titles = ["x", *map(input_title, self.input_names)]
-        self.exchanges = StepExchanges(scope, len(self.titles), self.places, data.size)
+        inputs, more = len(self.titles), len(CHECKED) if self.checks else 0
+        self.exchanges = StepExchanges(scope, inputs, self.places, data.size, more)
         self.stage = options.stage
         self.is_stage_chosen = False
         self._new_buckets = partial(self._buckets_of, options)

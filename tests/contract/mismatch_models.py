@@ -96,7 +96,11 @@ def _left_out(mesh: Any, odd: bool) -> None:
 
 def _last_step(mesh: Any, odd: bool) -> None:
     """Nothing compares after it."""
-    _train(mesh, steps=1, optimizer=lambda m: optim.SGD(m.parameters(), lr=0.1 * (1 + odd)))
+    model = _model(mesh)
+    sgd = optim.SGD(model.parameters(), lr=0.1)
+    model.train_step(_BATCH, _TARGET)
+    sgd.lr = 0.2 if odd else 0.1
+    sgd.step()
 
 
 def _no_sync(mesh: Any, odd: bool) -> None:
@@ -112,16 +116,155 @@ def _sgd(odd: bool, **options: Any) -> Callable[[Any], Any]:
     return lambda model: optim.SGD(model.parameters(), **{"lr": 0.1, **(options if odd else {})})
 
 
-def _pipeline(mesh: Any, odd: bool, *, schedule: Any = "1f1b", num_microbatches: int = 2) -> None:
+def _pipe(mesh: Any, **options: Any) -> Any:
     stages = [mm.PipelineStage(i).add_layer(nn.Linear(4, 4)) for i in range(mesh.size)]
-    pipe = mm.PipelineParallel(
-        stages,
-        mesh=mesh,
-        dim="dp",
-        schedule=schedule if odd else "1f1b",
-        num_microbatches=num_microbatches if odd else 2,
-    )
+    options = {"num_microbatches": 2, "dim": "dp", "dtype": "float64", **options}
+    return mm.PipelineParallel(stages, mesh=mesh, **options)
+
+
+def _pipeline(mesh: Any, odd: bool, **options: Any) -> None:
+    pipe = _pipe(mesh, **(options if odd else {}))
     pipe.train_step(_BATCH, _BATCH, loss=nn.mse_loss)
+
+
+def _steps(
+    mesh: Any,
+    *,
+    optimizer: Any = None,
+    change: Any = None,
+    late: int = -1,
+    number: int = 3,
+    given: bool = False,
+    **options: Any,
+) -> None:
+    """Train a pipeline; `change` is done to model and optimizer before a later step."""
+    pipe = _pipe(mesh)
+    made = (optimizer or _sgd(False))(pipe)
+    for place in range(number):
+        if place == 1 and change is not None:
+            change(pipe, made)
+        if given:
+            options["optimizer"] = made
+        pipe.train_step(_BATCH, _BATCH, loss=nn.mse_loss, **options)
+        if not given and place != late:
+            made.step()
+
+
+def _set_lr(odd: bool) -> Callable[[Any, Any], None]:
+    return lambda pipe, made: setattr(made, "lr", 0.2 if odd else 0.1)
+
+
+def _load_pipe(factor: float) -> Callable[[Any, Any], None]:
+    def change(pipe: Any, made: Any) -> None:
+        state = {name: factor * np.ones_like(x) for name, x in pipe.full_state_dict().items()}
+        pipe.load_state_dict(state)
+
+    return change
+
+
+class _Scaled(nn.ReLU):
+    """A layer of one's own with a number."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+
+def _layer(name: str, make: Callable[[bool], Any], said: str) -> Case:
+    def body(mesh: Any, odd: bool) -> None:
+        _model(mesh, net=make(odd), loss=nn.mse_loss)
+
+    return Case(f"layer: {name}", body, said=said)
+
+
+_LAYERS = [
+    _layer("p of a dropout", lambda odd: nn.Dropout(0.9 if odd else 0.1), "p=0.9"),
+    _layer("eps", lambda odd: nn.LayerNorm(6, eps=0.5 if odd else 1e-5), "eps=0.5"),
+    _layer("kind of a GELU", lambda odd: nn.GELU(approximate="tanh" if odd else "none"), "tanh"),
+    _layer("heads", lambda odd: nn.Attention(8, 4 if odd else 2), "=4"),
+    _layer("causal", lambda odd: nn.Attention(8, 2, causal=odd), "causal"),
+    _layer(
+        "base of a rotary embedding",
+        lambda odd: nn.Attention(
+            8, 2, rotary=nn.RotaryEmbedding(4, base=100.0 if odd else 10000.0)
+        ),
+        "base=100.0",
+    ),
+    _layer(
+        "a layer within another",
+        lambda odd: nn.Checkpoint(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5 * odd))),
+        "p=0.5",
+    ),
+    _layer("a number of one's own", lambda odd: _Scaled(1.0 + odd), "factor=2.0"),
+    Case(
+        "layer: an option of another stage",
+        lambda m, odd: mm.PipelineParallel(
+            [mm.PipelineStage(i).add_layer(nn.Dropout(0.5 * odd)) for i in range(m.size)],
+            2,
+            mesh=m,
+            dim="dp",
+        ),
+        said="p=0.5",
+    ),
+    Case(
+        "layer: an option of a loss",
+        lambda m, odd: _step(m, loss=nn.CrossEntropy(ignore_index=1 if odd else -1)),
+        said="ignore_index",
+    ),
+]
+
+
+def _read(mesh: Any, odd: bool, *, more: int = 0, other: bool = False, pipe: bool = False) -> None:
+    """Train by batches, of which the odd rank has read some more, or by other ones."""
+    model = _pipe(mesh, loss=nn.mse_loss) if pipe else _model(mesh, loss=nn.mse_loss, net=_net())
+    wanted = (_BATCH, _BATCH if pipe else np.ones((8, 2)))
+    options = {"model": model} if pipe else {}
+    both = [mm.data.Batches(wanted, mesh, 4, prefetch=0, **options) for _ in range(2)]
+    for _ in range(more if odd else 0):
+        both[0].next()
+    for _ in range(2):
+        model.train_step(*both[int(odd and other)].next())
+
+
+_STAGES = [
+    Case("stages: lr", lambda m, odd: _steps(m, optimizer=_sgd(odd, lr=5.0)), said="lr=5.0"),
+    Case(
+        "stages: lr, given to the step",
+        lambda m, odd: _steps(m, optimizer=_sgd(odd, lr=5.0), given=True),
+        said="lr=5.0",
+    ),
+    Case("stages: lr, set later", lambda m, odd: _steps(m, change=_set_lr(odd)), said="lr=0.2"),
+    Case(
+        "stages: lr of a ParallelOptimizer",
+        lambda m, odd: _steps(
+            m, optimizer=lambda pipe: mm.ParallelOptimizer(_sgd(odd, lr=5.0)(pipe), pipe)
+        ),
+        said="lr=5.0",
+    ),
+    Case("stages: momentum", lambda m, odd: _steps(m, optimizer=_sgd(odd, momentum=0.9))),
+    Case(
+        "stages: optimizer",
+        lambda m, odd: _steps(
+            m, optimizer=lambda pipe: (optim.Adam if odd else optim.SGD)(pipe.parameters(), lr=0.1)
+        ),
+        said="Adam",
+    ),
+    Case("stages: a step left out", lambda m, odd: _steps(m, late=1 if odd else -1), said="step"),
+    Case(
+        "stages: denominator",
+        lambda m, odd: _steps(m, denominator=1.0 if odd else 8.0),
+        said="8.0",
+    ),
+    Case(
+        "stages: a loaded state",
+        lambda m, odd: _steps(m, change=_load_pipe(1.0 + odd)),
+        said="loaded",
+    ),
+    Case("stages: steps", lambda m, odd: _steps(m, number=2 if odd else 3)),
+    Case("stages: batches out of step", lambda m, odd: _read(m, odd, more=1, pipe=True)),
+    Case("batches: out of step", lambda m, odd: _read(m, odd, more=1), said="batch 1 of Batches"),
+    Case("batches: of another loader", lambda m, odd: _read(m, odd, other=True), said="number 2"),
+]
 
 
 def _own_rows(mesh: Any, odd: bool) -> None:
@@ -223,9 +366,15 @@ MODELS = [
         lambda m, odd: _train(m, before=lambda model: _freeze(model, odd)),
     ),
     Case("model: steps", lambda m, odd: _train(m, steps=1 if odd else 2)),
-    Case("model: schedule", lambda m, odd: _pipeline(m, odd, schedule="gpipe")),
-    Case("model: microbatches of a pipeline", lambda m, odd: _pipeline(m, odd, num_microbatches=4)),
+    Case("model: schedule", lambda m, odd: _pipeline(m, odd, schedule="gpipe"), said="gpipe"),
+    Case(
+        "model: microbatches of a pipeline",
+        lambda m, odd: _pipeline(m, odd, num_microbatches=4),
+        said="4 microbatches",
+    ),
     Case("model: lr of the last step", _last_step, "silent"),
+    *_LAYERS,
+    *_STAGES,
 ]
 
 

@@ -41,6 +41,24 @@ def test_mismatch(name, more, monkeypatch):
     assert case.said in str(error)
 
 
+RIGHT = [name for name in CASES if name.split(":")[0] in ("model", "layer", "stages", "batches")]
+"""Programs in which no rank is odd and all is well."""
+
+
+@pytest.mark.thin(6)
+@pytest.mark.parametrize("checks", ["1", *deep("0")])
+@pytest.mark.parametrize("name", RIGHT)
+def test_no_alarm_where_no_rank_is_odd(name, checks, monkeypatch):
+    monkeypatch.setenv("MPIMESH_CHECKS", checks)
+
+    def program():
+        with mm.DeviceMesh("dp=-1") as mesh:
+            CASES[name].body(mesh, False)
+
+    if name != "model: rows of each rank's own":  # wrong on each rank alike
+        mm.run_virtual(CASES[name].ranks, program)
+
+
 def test_a_deadlock_is_shown_as_a_circle(monkeypatch):
     monkeypatch.setenv("MPIMESH_CHECKS", "1")
     text = str(found(CASES["wait: three groups in a ring"], 3))

@@ -17,7 +17,7 @@ TARGET = np.random.default_rng(1).normal(size=(8, 6))
 
 
 def stages(mesh, count=2, split=""):
-    layers = [nn.Linear(6, 6) for _ in range(count)]
+    layers: Any = [nn.Linear(6, 6) for _ in range(count)]
     if split:
         group = mesh.group() if split == "world" else mesh.group(split)
         layers = [mm.tensor_parallel(nn.FeedForward(6, 12), group) for _ in range(count)]
