@@ -313,11 +313,15 @@ def _check_keys(tree: Mapping[Any, Any], name: str) -> None:
         StoreError: If there is one.
     """
     dotted = [str(key) for key in tree if "." in str(key)]
+    inside: dict[str, str] = {}
+    for text in dotted:
+        for place, letter in enumerate(text):
+            if letter == ".":
+                inside.setdefault(text[:place], text)
     for key, entry in tree.items() if dotted else ():
-        inside = [text for text in dotted if text.startswith(f"{key}.")]
-        if inside and not is_array(entry) and not is_value(entry):
+        if str(key) in inside and not is_array(entry) and not is_value(entry):
             raise StoreError(
-                f"{join(name, inside[0])} reads as a part of {join(name, key)}, which is a "
+                f"{join(name, inside[str(key)])} reads as a part of {join(name, key)}, which is a "
                 f"{type(entry).__name__}: rename a key"
             )
 
@@ -351,6 +355,7 @@ class Source:
         values: The values.
         strict: Whether names that are missing are refused.
         chosen: Tells whether something of a name is to be loaded.
+        entries: Those of structures that were looked at, by their ids.
     """
 
     path: str
@@ -359,6 +364,7 @@ class Source:
     values: Mapping[str, Value]
     strict: bool
     chosen: Callable[[str], bool]
+    entries: dict[int, dict[str, tuple[Any, Structure]]] = field(default_factory=dict)
 
     def under(self, name: str) -> dict[str, Saved | Value]:
         """Return what has a name that begins with `name`, by the rest of the name."""
@@ -374,13 +380,20 @@ class Source:
         """Return the structure of what stands at `name`; None if there is none."""
         found, rest = self.structure, name
         while rest:
-            entries = _entries(found)
-            fitting = [key for key in entries if rest == key or rest.startswith(f"{key}.")]
-            if not fitting:
-                return None
-            key = max(fitting, key=len)
-            found, rest = entries[key][1], rest[len(key) + 1 :]
+            key = rest
+            while key not in self._entries(found):
+                key, dot, _ = key.rpartition(".")
+                if not dot:
+                    return None
+            found, rest = self._entries(found)[key][1], rest[len(key) + 1 :]
         return found
+
+    def _entries(self, structure: Structure) -> dict[str, tuple[Any, Structure]]:
+        """Return what :func:`_entries` gives, from the second time on at once."""
+        known = self.entries.get(id(structure))
+        if known is None:
+            known = self.entries[id(structure)] = _entries(structure)
+        return known
 
     def flat_at(self, name: str, *, dots: bool) -> Structure:
         """Return as one dict what stands at `name` where nothing says how it hangs together.
@@ -394,7 +407,7 @@ class Source:
         start = f"{name}."
         below = [
             [key.removeprefix(start), entry]
-            for key, (_, entry) in _entries(self.structure).items()
+            for key, (_, entry) in self._entries(self.structure).items()
             if key.startswith(start)
         ]
         if not below or not (dots or all("." not in key for key, _ in below)):
