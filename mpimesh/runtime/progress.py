@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -64,6 +65,13 @@ class KeptError:
     since_s: float = field(default_factory=time.monotonic)
 
 
+class Background(Protocol):
+    """A thread that writes files."""
+
+    nbytes: int
+    done: bool
+
+
 class Progress(ProgressEngine):
     """All unfinished multi-step operations of one rank.
 
@@ -75,9 +83,19 @@ class Progress(ProgressEngine):
         on_idle: Called while a wait naps; raises to end it.
         communicators: Those of all its meshes by name, with the numbers of their ranks in the job.
         counts: What else this rank has started together with others, by name.
+        background: Threads of this rank that write files, for which others may wait.
     """
 
-    __slots__ = ("calls", "communicators", "counts", "current", "kept", "on_idle", "recorder")
+    __slots__ = (
+        "background",
+        "calls",
+        "communicators",
+        "counts",
+        "current",
+        "kept",
+        "on_idle",
+        "recorder",
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,6 +106,7 @@ class Progress(ProgressEngine):
         self.on_idle: Callable[[Wait], None] | None = None
         self.communicators: dict[str, tuple[Communicator, tuple[int, ...]]] = {}
         self.counts: dict[str, int] = {}
+        self.background: tuple[Background, ...] = ()
 
     def wait(
         self,

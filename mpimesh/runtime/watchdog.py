@@ -111,6 +111,7 @@ class RankState:
         inside: The line of a call that blocks, in a section of mpimesh that has such.
         failing: The traceback of the error that it has yet to tell the others, or of the exception
             that its program deals with, as in a ``finally``.
+        written: Bytes that its threads have written to files so far; -1 if none does.
     """
 
     operation: str = ""
@@ -121,6 +122,7 @@ class RankState:
     ended: bool = False
     inside: str = ""
     failing: str = ""
+    written: int = -1
 
     @classmethod
     def of(cls, progress: Progress, thread_id: int | None, *, ended: bool = False) -> RankState:
@@ -133,7 +135,14 @@ class RankState:
         else:
             failing = "" if kept.is_shown else readable(kept.error)
         failing = failing[-_LONGEST_TRACEBACK:]
-        state = cls(last=last, at=user_line(thread_id), ended=ended, failing=failing)
+        writing = [one.nbytes for one in progress.background if not one.done]
+        state = cls(
+            last=last,
+            at=user_line(thread_id),
+            ended=ended,
+            failing=failing,
+            written=sum(writing) if writing else -1,
+        )
         if wait is None:
             return state
         return replace(
@@ -147,11 +156,35 @@ class RankState:
     def text(self) -> str:
         """Return the state without the time, so that ranks in one state can share a row."""
         if self.operation:
-            return f"in {self.operation}" + (self.inside and f", inside {self.inside}")
+            writing = ", writing files" if self.written >= 0 else ""
+            return f"in {self.operation}" + (self.inside and f", inside {self.inside}") + writing
         if self.ended:
             return "has ended its program"
         last = f"; started last: {self.last}" if self.last else ""
         return f"in no operation of mpimesh, at {self.at or 'an unknown place'}{last}"
+
+
+class Writing:
+    """The files that ranks write in the background, as a sign of life for those who wait for them.
+
+    Args:
+        limit_s: How long nothing may be written.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._written: list[int] = []
+        self._until_s = 0.0
+
+    def goes_on(self, wait: Wait, states: Mapping[int, RankState | None]) -> bool:
+        """Tell whether some rank writes, and has written within the limit, while all answer."""
+        if any(states.get(rank, wait) is None for rank in awaited_ranks(wait)):
+            return False
+        written = [one.written for one in states.values() if one is not None and one.written >= 0]
+        now_s = time.monotonic()
+        if written != self._written:
+            self._written, self._until_s = written, now_s + self._limit_s
+        return bool(written) and now_s < self._until_s
 
 
 def operation_key(what: object) -> str:
@@ -377,6 +410,8 @@ class Watchdog:
         self._ended = False
         self._steps = 0
         self._left_to_senior: tuple[Wait | None, float] = (None, 0.0)
+        self._writing = Writing(limit_s)
+        self._patient_until_s = 0.0
         self._thread = threading.Thread(target=self._run, name="mpimesh watchdog", daemon=True)
         self._thread.start()
         progress.on_idle = self._check
@@ -531,7 +566,8 @@ class Watchdog:
 
     def _look_into(self, wait: Wait) -> None:
         left, until_s = self._left_to_senior
-        if left is wait and time.monotonic() < until_s:
+        now_s = time.monotonic()
+        if (left is wait and now_s < until_s) or now_s < self._patient_until_s:
             return
         ranks = job_ranks(wait.communicator) if wait.communicator.kind == "mpi" else ()
         channel = self._channels.find(ranks) if self._may_ask else None
@@ -548,6 +584,9 @@ class Watchdog:
             # Others are at work, and those that wait for something have watchdogs of their own;
             # a rank that says nothing has stopped.
             self._left_to_senior = (wait, time.monotonic() + self._limit_s)
+            return
+        if self._writing.goes_on(wait, states):
+            self._patient_until_s = time.monotonic() + self._limit_s
             return
         waiting = [r for r, s in states.items() if s is not None and s.waited_s > self._limit_s / 2]
         if left is not wait and min(waiting, default=self._rank) < self._rank:
@@ -596,9 +635,10 @@ def join_virtual_ranks(
         ranks: Each rank's waits and thread.
         limit_s: The longest time that a rank may wait; 0 for no limit.
     """
+    writing = Writing(limit_s)
     while alive := [thread for _, thread in ranks if thread.is_alive()]:
         alive[0].join(_tick_s(limit_s) if limit_s else None)
-        report = limit_s and world.failure is None and _virtual_report(ranks, limit_s)
+        report = limit_s and world.failure is None and _virtual_report(ranks, limit_s, writing)
         if report:
             world.fail(-1, on_all_ranks(CollectiveTimeoutError(report)))
             for thread in [thread for progress, thread in ranks if progress.current is not None]:
@@ -606,7 +646,9 @@ def join_virtual_ranks(
             return
 
 
-def _virtual_report(ranks: Sequence[tuple[Progress, threading.Thread]], limit_s: float) -> str:
+def _virtual_report(
+    ranks: Sequence[tuple[Progress, threading.Thread]], limit_s: float, writing: Writing
+) -> str:
     """Return the report of the first rank that has waited too long; empty if none has."""
     for rank, (progress, _) in enumerate(ranks):
         wait = progress.current
@@ -617,5 +659,6 @@ def _virtual_report(ranks: Sequence[tuple[Progress, threading.Thread]], limit_s:
                 one: RankState.of(progress, thread.ident, ended=not thread.is_alive())
                 for one, (progress, thread) in enumerate(ranks)
             }
-            return wait_report(rank, wait, limit_s, missing_ranks(wait, states), states)
+            if not writing.goes_on(wait, states):
+                return wait_report(rank, wait, limit_s, missing_ranks(wait, states), states)
     return ""

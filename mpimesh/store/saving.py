@@ -36,7 +36,7 @@ from mpimesh.arguments import as_flag, as_int, digest_text, rank_names, shown, s
 from mpimesh.arrays import Array, DType, HostArray, namespace, to_numpy
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.comm import MAX_USER_TAG, Steps
-from mpimesh.comm.requests import Condition, Request, all_done
+from mpimesh.comm.requests import Condition, all_done
 from mpimesh.errors import MismatchError, StoreError, TransportError, on_all_ranks
 from mpimesh.layout.boxes import Box, extent, local_box, slices, uncovered, volume, whole
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
@@ -550,12 +550,12 @@ def _steps(
         _write_note(mine[-_NOTE_BYTES:], writer.problem)
         if draft is None:
             yield communicator.isend(mine, 0, _TAG)
-            yield _from_others(core, communicator.irecv(answer, 0, _TAG))
+            yield communicator.irecv(answer, 0, _TAG)
         else:
             rows = [mine, *map(_row, plan.shares[1:])]
             others = islice(enumerate(rows), 1, None)
             receives = [communicator.irecv(row, rank, _TAG) for rank, row in others]
-            yield _from_others(core, all_done(*receives))
+            yield all_done(*receives)
             texts = [_note(row[-_NOTE_BYTES:]) for row in rows]
             odd = [core.ranks[rank] for rank, text in enumerate(texts) if text]
             if odd:
@@ -585,8 +585,10 @@ def _steps(
 
 
 def _ended(core: GroupCore, thread: Background) -> Condition:
-    """Return the request that is done when a thread is."""
+    """Return the request that is done when a thread is, by which others see that it goes on."""
     nbytes = -1
+    others = [one for one in core.progress.background if not one.done]
+    core.progress.background = (*others, thread)
 
     def test() -> bool:
         nonlocal nbytes
@@ -594,30 +596,11 @@ def _ended(core: GroupCore, thread: Background) -> Condition:
             core.communicator.stir()  # a wait of this rank is to look again soon
             if thread.nbytes != nbytes:
                 nbytes = thread.nbytes
-                _is_no_hang(core)
+                if core.progress.current is not None:  # what this rank waits for goes on
+                    core.progress.current.since_s = time.monotonic()
         return thread.done
 
     return Condition(test, thread)
-
-
-def _from_others(core: GroupCore, request: Request) -> Condition:
-    """Return a request that ends when other ranks have written, however long that takes.
-
-    They look themselves whether their writing goes on.
-    """
-
-    def test() -> bool:
-        _is_no_hang(core)
-        return request.test()
-
-    return Condition(test, request)
-
-
-def _is_no_hang(core: GroupCore) -> None:
-    """Tell the watchdog that the wait of this rank goes on well."""
-    wait = core.progress.current
-    if wait is not None:
-        wait.since_s = time.monotonic()
 
 
 def _row(share: Share) -> HostArray:
