@@ -491,6 +491,8 @@ class Batch:
             denominator = float(rows) if counted is None else counted
         elif denominator is None:
             denominator = 0.0 if self.loss is None else self._count(self.loss)
+        if not denominator and self.denominator is None:
+            denominator = 1.0  # of padding alone: a sum over nothing, whose gradients are 0
         return denominator / (engine.loss_scale * engine.loss_share)
 
     def _count(self, loss: Loss) -> float:

@@ -298,7 +298,8 @@ class PipelineParallel(ParallelModel):
                 global batch.
 
         Returns:
-            The mean loss over the global batch, the same on every rank.
+            The mean loss over the global batch, the same on every rank; 0 for a batch of which the
+            loss counts nothing, such as padding alone, whose gradients are 0.
 
         Raises:
             StageError: On every rank, if a stage, the loss or a message failed on any: with its
