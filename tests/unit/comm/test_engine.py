@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 
-from mpimesh.comm.engine import Moved, ProgressEngine, StagedRequest, test_often as often
+from mpimesh.comm.engine import Moved, ProgressEngine, StagedRequest, poll, test_often as often
 from mpimesh.errors import TransportError
 
 
@@ -196,3 +197,24 @@ def test_a_step_that_failed_ends_its_operation_and_no_other(error):
     if request is not None:
         with pytest.raises(type(error)):
             request.test()
+
+
+def test_what_takes_many_tests_does_not_take_many_naps(monkeypatch):
+    """MPICH moves each collective under way by one step in a test, with 1,000 of them, too."""
+    tests, naps, sleep = 0, 0, time.sleep
+
+    def ready():
+        nonlocal tests
+        tests += 1
+        if tests == 1:
+            sleep(2e-3)  # past the time without naps
+        return tests > 3000
+
+    def nap(seconds):
+        nonlocal naps
+        naps += 1
+        sleep(min(seconds, 1e-4))
+
+    monkeypatch.setattr("mpimesh.comm.engine.time.sleep", nap)
+    assert poll(ready)
+    assert 0 < naps < 300
