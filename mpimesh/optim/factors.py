@@ -420,6 +420,8 @@ class LRScheduler:
         optimizer: What to set the rate of: an optimizer, a :class:`~mpimesh.ParallelOptimizer`, or
             several of them.
         schedule: A :class:`LRSchedule`, or another function of the step, pure as these are.
+        any_schedule: Whether it takes states of other schedules, too, and goes on by its own from
+            the step that they have reached: for a run that is to train longer than it was planned.
 
     Attributes:
         num_steps: Steps that are done.
@@ -440,10 +442,14 @@ class LRScheduler:
         [0.0, 0.25, 0.5, 0.4375, 0.375, 0.3125, 0.25]
     """
 
-    __slots__ = ("_base_lrs", "_optimizers", "num_steps", "schedule")
+    __slots__ = ("_any_schedule", "_base_lrs", "_optimizers", "num_steps", "schedule")
 
     def __init__(
-        self, optimizer: Scheduled | Iterable[Scheduled], schedule: Callable[[int], float]
+        self,
+        optimizer: Scheduled | Iterable[Scheduled],
+        schedule: Callable[[int], float],
+        *,
+        any_schedule: bool = False,
     ) -> None:
         self._optimizers = _optimizers_of(optimizer)
         if not callable(schedule) or isinstance(schedule, type):
@@ -452,6 +458,7 @@ class LRScheduler:
                 f"{shown(schedule)}"
             )
         self.schedule = schedule
+        self._any_schedule = as_flag(any_schedule, "any_schedule", ModuleError)
         self._base_lrs = [one.lr for one in self._optimizers]
         self.num_steps = 0
         self._set(0, self._base_lrs)
@@ -491,10 +498,10 @@ class LRScheduler:
             state, "num_steps", "base_lrs", "schedule", of="an LRScheduler"
         )
         text, own = str(schedule), _text_of(self.schedule)
-        if text != own:
+        if text != own and not self._any_schedule:
             raise ModuleError(
                 f"the state is of the schedule {text}, and this LRScheduler has {own}: make it "
-                "with the same one"
+                "with the same one, or with any_schedule=True to go on by its own"
             )
         num_steps = as_int(num_steps, "num_steps in state", ModuleError, least=0)
         try:

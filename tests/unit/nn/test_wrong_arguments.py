@@ -215,7 +215,11 @@ CASES: dict[str, Any] = {
     ),
     "LRScheduler": lambda: (
         optim.LRScheduler,
-        {"optimizer": optim.SGD([parameter()], lr=0.1), "schedule": optim.LinearLR(4)},
+        {
+            "optimizer": optim.SGD([parameter()], lr=0.1),
+            "schedule": optim.LinearLR(4),
+            "any_schedule": False,
+        },
     ),
     "LRScheduler.load_state_dict": lambda: (
         scheduler().load_state_dict,

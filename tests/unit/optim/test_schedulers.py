@@ -273,3 +273,20 @@ def test_a_schedule_that_fails_later_changes_nothing():
         scheduler.step()
     assert sgd.lr == LR
     assert scheduler.num_steps == 1
+
+
+def test_a_run_that_trains_longer_goes_on_by_its_own_schedule():
+    old = optim.SGD([], lr=0.5)
+    before = optim.LRScheduler(old, optim.CosineLR(10))
+    for _ in range(4):
+        before.step()
+    new = optim.SGD([], lr=0.1)
+    state = before.state_dict()
+    with raises(ModuleError, "CosineLR", 10, 40, "any_schedule=True"):
+        optim.LRScheduler(new, optim.CosineLR(40)).load_state_dict(state)
+    longer = optim.LRScheduler(new, optim.CosineLR(40), any_schedule=True)
+    longer.load_state_dict(state)
+    for step in range(4, 40):
+        np.testing.assert_allclose(new.lr, 0.5 * (1 + np.cos(np.pi * step / 40)) / 2)
+        longer.step()
+    assert longer.state_dict()["schedule"] == repr(optim.CosineLR(40))
