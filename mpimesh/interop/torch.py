@@ -82,6 +82,7 @@ from mpimesh.interop.wrapped import WrappedLoss, gradients_like
 from mpimesh.nn import Context, Module
 from mpimesh.nn.parameter import Buffer
 from mpimesh.nn.protocol import SupportsLayer
+from mpimesh.nn.recompute import Holder
 from mpimesh.parallel.microbatch import Structure, Tree, flatten, tree_map
 from mpimesh.parallel.model import ParallelModel
 
@@ -96,6 +97,9 @@ __all__ = [
     "wrap_each",
     "wrap_loss",
 ]
+
+
+_OF_MODULES = frozenset(vars(torch.nn.Module()))  # all that PyTorch itself keeps
 
 
 class TorchLayer(Module):
@@ -159,6 +163,12 @@ class TorchLayer(Module):
                 names.append(EXTRA_STATE)
             found += [(f"{prefix}.{at}" if prefix else at, TorchBuffer(owner, at)) for at in names]
         return found
+
+    def state_holders(self) -> list[Holder]:
+        """Return the dicts of what a forward may change; see :mod:`mpimesh.nn.recompute`."""
+        modules = [*self.module.modules()]
+        attributes: list[Holder] = [(vars(one), _OF_MODULES) for one in modules]
+        return [*attributes, *((one._buffers, ()) for one in modules)]
 
     def materialize(
         self, *, seed: int, dtype: Any = np.float32, xp: ModuleType = np, index: int = 0

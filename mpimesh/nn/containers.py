@@ -27,6 +27,7 @@ from mpimesh.nn.protocol import (
     layer_advice,
     parted,
 )
+from mpimesh.nn.recompute import state_before, with_state
 
 __all__ = ["Add", "Checkpoint", "Concat", "MeanPool", "Sequential", "is_plain"]
 
@@ -242,7 +243,10 @@ class Checkpoint(Module):
     between the two halves of a backward what the weights' half needs is saved, as without. What a
     layer draws depends on the context and on its place in the model, so the second forward gives
     the bits of the first, and so do the gradients. Collectives of split layers run again, too, on
-    all ranks alike.
+    all ranks alike. What forward changes in attributes of layers and modules of PyTorch, such as
+    BatchNorm's statistics, counters and generators of their own, it changes once: the second run
+    begins with numbers, arrays, generators, and containers of these as the first one did, and
+    leaves them as they are by then. What lies elsewhere, as in globals, sees both.
 
     Names of parameters, states, numbers of layers and first values are those of the layer.
 
@@ -250,14 +254,15 @@ class Checkpoint(Module):
         x, result: those of the layer.
 
     Cost:
-        A second forward. While a microbatch is in flight its input is saved, and in its backward
+        A second forward. While a microbatch is in flight its input is saved, with copies of such
+        arrays, and in its backward
         what forward of this one layer keeps: a model of n layers, each in a Checkpoint, keeps n
         inputs and one layer's activations.
 
     Args:
-        layer: A layer, or several in a :class:`Sequential`. One that draws random numbers otherwise
-            than by its context and place, such as a dropout of PyTorch, would draw others in
-            backward. Neither its mode nor its values may change between forward and backward.
+        layer: A layer, or several in a :class:`Sequential`. One that draws from a generator that is
+            not its own, such as that of ``np.random``, would draw others in backward. Neither its
+            mode nor its values may change between forward and backward.
 
     Raises:
         ModuleError: If `layer` lacks forward, backward or parameters.
@@ -311,8 +316,9 @@ class Checkpoint(Module):
             return self.layer.forward(x)
         inner = _Forgetful(step=ctx.step, first_row=ctx.first_row, training=ctx.training)
         inner.offer(self.layer, partial(ctx.empty, self))
+        before = state_before(self.layer)
         y = self.layer.forward(x, inner)
-        ctx.save(self, x)
+        ctx.save(self, x, before)
         return y
 
     def backward_input(self, dy: Any, ctx: Context) -> Any:
@@ -336,9 +342,10 @@ class Checkpoint(Module):
 
     def _again(self, ctx: Context) -> Context:
         """Return a context of the microbatch with what forward saves in it."""
-        (x,) = self._context(ctx).peek(self)
+        x, before = self._context(ctx).peek(self)
         inner = Context(step=ctx.step, first_row=ctx.first_row, training=ctx.training)
-        self.layer.forward(x, inner)
+        with with_state(before):
+            self.layer.forward(x, inner)
         inner.offer(self.layer, partial(ctx.empty, self))  # room for the gradient, not for y
         return inner
 

@@ -334,6 +334,9 @@ class RotaryEmbedding(Module):
                 xp.asarray(np.cos(angles).astype(wide)),
                 xp.asarray(np.sin(angles).astype(wide)),
             )
+            if xp is np:
+                for table in found:
+                    table.flags.writeable = False  # no state, so that no copies are kept of it
             self._tables[key] = found
         return found[0][:tokens], found[1][:tokens]
 

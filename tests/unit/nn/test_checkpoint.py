@@ -21,7 +21,7 @@ def bytes_in(ctx: nn.Context) -> int:
     found: dict[int, int] = {}
 
     def add(value: Any) -> None:
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray) and value.flags.writeable:  # else a layer's constant
             while isinstance(value.base, np.ndarray):
                 value = value.base
             found[id(value)] = value.nbytes
