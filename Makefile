@@ -26,6 +26,8 @@ TORCH ?=
 CUPY ?=
 # The same for the tests of `python -m mpimesh ucx-env`: UCX=libucx-cu13.
 UCX ?=
+# Parts of the proof on a GPU: facts tests bench programs example ucx; empty for all but the last.
+GPU_PARTS ?=
 # Suites and options of benchmarks/run.py, for instance BENCH_ARGS='shared buckets'.
 BENCH_ARGS ?=
 
@@ -59,7 +61,7 @@ help:
 	@echo 'make test      the whole product in about 8 minutes; parts: test-unit test-2 test-4 test-launch test-openmpi-2'
 	@echo 'make test-all  make test, and what is not quick: more cases, more sizes, both MPIs, Slurm, PyTorch, CuPy, UCX'
 	@echo 'make test-4 DEPTH=--deep   a part with all its cases; DEPTH=--rest: those that make test leaves out'
-	@echo 'make test-gpu  the tests that need a GPU, with the CuPy of this environment'
+	@echo 'make test-gpu  all that can be proven on a GPU, with the CuPy of this environment; see out/gpu/report.txt'
 	@echo 'make test-torch TORCH=torch==2.13.0   the tests with PyTorch, which is installed beside the environment'
 	@echo 'make test-cupy CUPY=cupy-cuda13x      the tests with CuPy that need no GPU'
 	@echo 'make test-ucx UCX=libucx-cu13         the tests on a UCX with CUDA, without a GPU'
@@ -141,13 +143,12 @@ $(RANKS:%=test-%): test-%: $(VENV)/.dev
 	$(call step,tests on $* rank(s)$(,) MPICH)
 	$(VENV)/bin/mpiexec -n $* $(PY) -m pytest --with-mpi tests/mpi $(DEPTH) $(PYTEST_ARGS)
 
-# CuPy is chosen by the CUDA at hand: make test-gpu CUDA=12 installs that one first.
+# CuPy is chosen by the CUDA at hand: make test-gpu CUDA=12 installs that one first. What was found stands in
+# out/gpu/report.txt. GPU_PARTS='tests programs' runs a part of it, and more: see tests/gpu/prove.py.
 test-gpu: $(VENV)/.dev
 	@$(if $(CUDA),$(VENV)/bin/python -m pip install --quiet --config-settings editable_mode=compat --editable '.[cuda$(CUDA)]')
-	@set -e; for n in 1 2 4; do \
-		printf '\n== tests on a GPU, %s rank(s) ==\n' $$n; \
-		$(VENV)/bin/mpiexec -n $$n $(PY) -m pytest --with-mpi tests/gpu --deep $(PYTEST_ARGS); \
-	done
+	$(call step,the proof on a GPU)
+	$(PY) tests/gpu/prove.py $(GPU_PARTS)
 
 test-launch: $(VENV)/.dev
 	$(call step,tests that start mpiexec$(,) MPICH)

@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+
+try:
+    import ml_dtypes
+except ImportError:  # as on a bare machine with a GPU
+    _OF_ML_DTYPES: list[np.dtype[Any]] = []
+else:
+    _OF_ML_DTYPES = [
+        np.dtype(kind) for kind in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4)
+    ]
 
 _NESTED = np.dtype([("a", "<i4"), ("b", [("c", ">f8"), ("d", "S3", (2,))])])
 _PADDED = np.dtype([("flag", "?"), ("value", "f8"), ("small", "i2")], align=True)
 
 FLOATS = [np.dtype(kind) for kind in ("f4", "f8", "g", ">f4", ">f8")]
-HALVES = [np.dtype("f2"), np.dtype(">f2"), np.dtype(ml_dtypes.bfloat16)]
-HALVES += [np.dtype(ml_dtypes.float8_e4m3fn)]
+HALVES = [np.dtype("f2"), np.dtype(">f2"), *_OF_ML_DTYPES[:2]]
 COMPLEX = [np.dtype(kind) for kind in ("F", "D", "G", ">c8")]
 INTEGERS = [np.dtype(kind) for kind in "bhilqBHILQ"] + [np.dtype(">i4"), np.dtype(">u2")]
 OTHERS = [
     *(np.dtype(kind) for kind in ("?", "M8[ns]", "m8[D]", ">M8[s]", "S5", "U4", ">U3", "V7")),
-    *(_NESTED, _PADDED, np.dtype(ml_dtypes.int4)),
+    *(_NESTED, _PADDED, *_OF_ML_DTYPES[2:]),
 ]
 NUMBERS = [*FLOATS, *HALVES, *COMPLEX, *INTEGERS]
 ALL = [*NUMBERS, *OTHERS]

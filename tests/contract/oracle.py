@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 _UFUNCS = {
@@ -21,7 +20,7 @@ _UFUNCS = {
 def reduced(inputs: Sequence[Any], op: str) -> Any:
     """Reduce arrays of one dtype element by element; halves in float32."""
     dtype = np.asarray(inputs[0]).dtype
-    half = dtype.itemsize < 4 and (dtype.kind == "f" or dtype.type.__module__ == ml_dtypes.__name__)
+    half = dtype.itemsize < 4 and (dtype.kind == "f" or dtype.type.__module__ == "ml_dtypes")
     wide = np.dtype("f4") if half else dtype.newbyteorder("=")
     stacked = np.stack([np.asarray(x).astype(wide) for x in inputs])
     with np.errstate(all="ignore"):

@@ -252,7 +252,7 @@ class MemoryPool:
 
     def free_all_blocks(self) -> None:
         """Give back to CUDA what no array has any more."""
-        runtime: Any = sys.modules["cupy"].cuda.runtime  # type: ignore[attr-defined]
+        runtime: Any = sys.modules["cupy"].cuda.runtime
         gc.collect()
         for block in self._library.free_blocks():
             runtime.refuse_if_open(block.base)

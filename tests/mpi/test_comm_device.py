@@ -107,10 +107,11 @@ def test_memory_of_a_kind_that_was_not_tried_is_not_given_to_mpi(
         for name in OPERATIONS
     }
 
-    given_kinds(monkeypatch, communicator, kinds := set())
+    kinds: set[str] = set()
+    given_kinds(monkeypatch, communicator, kinds)
     strategy = Alone(communicator, MPICuda(communicator, results))
     if communicator.rank == communicator.size - 1:
-        sys.modules["cupy"].identity = kind
+        vars(sys.modules["cupy"])["library"].identity = kind
     check_all(strategy, communicator, dtypes=("f4", "f2"), sizes=(0, 50))
     check_all_reduce(strategy, communicator, 40_001, "f4")  # by the ring
     assert kinds <= {"Memory"}
@@ -120,11 +121,12 @@ def test_memory_of_a_kind_that_was_not_tried_is_not_given_to_mpi(
 @pytest.mark.parametrize("kind", ["MemoryAsync", "ManagedMemory"])
 def test_nor_in_a_message(communicator, monkeypatch, kind):
     monkeypatch.setenv("MPIMESH_CUDA_AWARE", "yes")
-    given_kinds(monkeypatch, communicator, kinds := set())
+    kinds: set[str] = set()
+    given_kinds(monkeypatch, communicator, kinds)
     dev_comm = DeviceCommunicator(communicator)
     finish(communicator, dev_comm.prepare())
     n, me = communicator.size, communicator.rank
-    sys.modules["cupy"].identity = kind
+    vars(sys.modules["cupy"])["library"].identity = kind
     room = nonsense(9, "f8")
     receive = dev_comm.irecv(room, (me - 1) % n, 3)
     finish(communicator, receive, dev_comm.isend(device(numbers(me, 9, "f8")), (me + 1) % n, 3))
@@ -183,7 +185,8 @@ def test_messages(communicator, monkeypatch, word):
 @pytest.mark.parametrize("words", [("yes", "yes"), ("yes", "no"), ("no", "yes")])
 def test_messages_of_a_group_without_collectives(communicator, monkeypatch, words):
     """Each pair finds out for itself, and what one of the two may not, neither does."""
-    given_kinds(monkeypatch, communicator, kinds := set())
+    kinds: set[str] = set()
+    given_kinds(monkeypatch, communicator, kinds)
     n, me = communicator.size, communicator.rank
     monkeypatch.setenv("MPIMESH_CUDA_AWARE", words[min(me, 1)])
     dev_comm = DeviceCommunicator(communicator)
@@ -209,7 +212,8 @@ def test_a_pair_uses_what_is_kept_for_its_way_alone(communicator, monkeypatch, t
     monkeypatch.setattr(cuda_probe, "node_key", lambda: 100 + communicator.rank)  # two nodes
     proof = {"messages": ProbeResult(True, "moved right")}
     write_results(PROCESS_PROBE._key, way, proof, tmp_path)
-    given_kinds(monkeypatch, communicator, kinds := set())
+    kinds: set[str] = set()
+    given_kinds(monkeypatch, communicator, kinds)
     dev_comm = DeviceCommunicator(communicator)
     if communicator.rank == 0:
         finish(communicator, dev_comm.isend(device(numbers(0, 9, "f8")), 1, 3))

@@ -92,7 +92,8 @@ def test_where_all_streams_share_a_queue_none_is_held_up_by_another_process(
     dev_comm = device_communicator(communicator)
     finish(communicator, dev_comm.prepare())
     cupy.cuda.clock.one_queue = deque()
-    x, computed = device(np.ones(5)), []
+    x = device(np.ones(5))
+    computed: list[np.ndarray] = []
     if communicator.rank == 0:
         request = dev_comm.all_reduce(None, x, "sum")
         end_s = time.monotonic() + 0.3

@@ -159,9 +159,10 @@ def test_each_way_is_tried_that_ranks_need_and_what_cannot_be_is_a_no():
     ],
 )
 def test_the_network_alone(chosen, network):
-    assert network_environment({"UCX_TLS": chosen}, "MPICH")["UCX_TLS"] == network
-    btl = network_environment({"OMPI_MCA_btl": "self,sm,tcp"}, "Open MPI")["OMPI_MCA_btl"]
-    assert btl == "self,tcp"
+    of_mpich = network_environment({"UCX_TLS": chosen}, "MPICH") or {}
+    assert of_mpich["UCX_TLS"] == network
+    of_openmpi = network_environment({"OMPI_MCA_btl": "self,sm,tcp"}, "Open MPI") or {}
+    assert of_openmpi["OMPI_MCA_btl"] == "self,tcp"
     assert network_environment({}, "Microsoft MPI") is None
 
 

@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpimesh.comm import ProgressEngine, VirtualWorld, cuda_ipc, virtual_communicators
+from mpimesh.comm import (
+    ProgressEngine,
+    VirtualWorld,
+    cuda_ipc,
+    device_strategy,
+    virtual_communicators,
+)
 from mpimesh.comm.cuda_ipc import CudaIpc, ImportedMemory
 from mpimesh.comm.cuda_probe import ProbeResult
 from mpimesh.comm.cuda_probe_child import OPERATIONS
@@ -203,7 +209,7 @@ def test_an_error_of_closing_is_raised():
     with installed() as cupy:
         imports, runtime = ImportedMemory(process=1), cupy.cuda.runtime
         place = np.zeros((), cuda_ipc.DESCRIPTOR)
-        place["node"], place["process"], place["nbytes"] = cuda_ipc.node_key(), 7, 1
+        place["node"], place["process"], place["nbytes"] = device_strategy.node_key(), 7, 1
         place["lasting"] = True
         place["handle"][:3] = np.frombuffer(b"mem", np.uint8)
         imports.open(place, [])
