@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from mpimesh.arguments import as_flag, as_int
+from mpimesh.arguments import as_flag, as_int, shown
 from mpimesh.errors import DamagedError, StoreError
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.store.drafts import clear_left, drop
@@ -106,7 +106,7 @@ class Checkpoints:
             self.every = as_int(every, "every", StoreError, least=1)
             self.wait = as_flag(wait, "wait", StoreError)
             self._file_bytes = as_int(file_bytes, "file_bytes", StoreError, least=1)
-            rows.append([self.keep, self.every])
+            rows.append([self.keep, self.every, self.wait, self._file_bytes])
             if self._is_first:
                 self._prepare()
         if any(row != rows[0] for row in rows):
@@ -210,7 +210,7 @@ class Checkpoints:
         self._check_open("load")
         self._settle()
         doing = f"load from {self.folder}"
-        with agreeing(self._core, doing, doing) as rows:
+        with agreeing(self._core, f"{doing}, step={shown(step)}", doing) as rows:
             # One rank looks: what others see of a file system may be older.
             rows.append(self.steps if self._is_first else [])
         steps = rows[0]

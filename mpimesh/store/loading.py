@@ -21,7 +21,7 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 import numpy as np
 import xxhash
 
-from mpimesh.arguments import as_flag, shown
+from mpimesh.arguments import as_flag, digest_text, shown
 from mpimesh.arrays import Array, DType, HostArray, namespace
 from mpimesh.dtensor import empty
 from mpimesh.errors import DamagedError, DTypeError, StoreError
@@ -38,6 +38,8 @@ from mpimesh.layout.boxes import (
     volume,
 )
 from mpimesh.runtime import DeviceMesh
+from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore
 from mpimesh.store.array_formats import FlatArray
 from mpimesh.store.files import agreeing, as_folder, as_store_error, check_mesh
@@ -151,6 +153,13 @@ def load(
             raise StoreError("layout= is for into=None: arrays in a tree have theirs")
         else:
             wanted = take_apart(into, source)
+    if core is not None and core.context.settings.checks:
+        olds = {id(entry): old for old, entry in manifest.arrays.items()}
+        pairs = sorted((new, olds[id(entry)]) for new, entry in entries.items())
+        digest = digest_text(repr((pairs, sorted(source.values.items(), key=str))).encode())
+        rule = f"{what}, only={shown(only)}, strict={strict}, names {digest[:8]}"
+        rule += "" if callable(layout) else f", layout={shown(layout)}"
+        agree(core, Call("load", core.name, rule=rule))
     if verify == "before":
         with agreeing(core, what, doing):
             place = (0, 1) if core is None else (core.rank or 0, core.size)

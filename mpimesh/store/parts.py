@@ -144,7 +144,7 @@ def to_json(value: Any, name: str) -> Value:
         return [to_json(entry, name) for entry in value]
     if type(value) is tuple:
         return {"$$tuple": [to_json(entry, name) for entry in value]}
-    if type(value) is dict:
+    if isinstance(value, dict):
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: to_json(entry, name) for key, entry in value.items()}
         return {"$$dict": [[to_json(k, name), to_json(v, name)] for k, v in value.items()]}

@@ -59,7 +59,7 @@ from mpimesh.store.files import (
     temporary_beside,
 )
 from mpimesh.store.parts import Value
-from mpimesh.store.trees import Flat, flatten, leaf_names, mesh_of
+from mpimesh.store.trees import Flat, flatten, in_order, leaf_names, mesh_of
 from mpimesh.trace.tracer import log
 
 __all__ = ["FILE_BYTES", "save", "settle"]
@@ -347,11 +347,13 @@ def _start(
     core.member("save")
     settle(core)
     what = f"save to {path}"
-    with agreeing(core, what, what) as rows:  # a state_dict() may fail on one rank alone
+    call = f"{what}, wait={not copy}, file_bytes={file_bytes}"
+    with agreeing(core, call, what) as rows:  # a state_dict() may fail on one rank alone
         flat = flatten(tree)
         own = _digest([_described(flat), file_bytes])
         copies = copies_of(flat, whole=bool(core.context.settings.checks))
-        common = _digest([flat.structure, sorted(flat.values.items()), copies])
+        structure = in_order(flat.structure)
+        common = _digest([structure, sorted(flat.values.items()), sorted(copies.items())])
         token = ""
         if core.rank == 0:
             check_target(path)
@@ -387,8 +389,8 @@ def _start(
     steps = _steps(core, plan, writer, flat, values, path, token, draft)
     nbytes = sum(file.nbytes for file in plan.mine)
     log(logging.INFO, core.world_rank, "saving %s, of it %s", path, size_text(nbytes))
-    call = Call("save", core.name, rule=str(path))
-    handle = CollectiveTensor(core, call, core.progress.stage(object(), steps), nbytes=nbytes)
+    started = Call("save", core.name, rule=str(path))
+    handle = CollectiveTensor(core, started, core.progress.stage(object(), steps), nbytes=nbytes)
     _under_way[core] = handle
     return handle
 
@@ -471,7 +473,7 @@ def _union(core: GroupCore, what: str, flat: Flat, copies: Mapping[str, str]) ->
     digests: dict[str, str] = {}
     with agreeing(core, what, what):
         for rank, (structure, values, own) in enumerate(rows):
-            if json.dumps(structure) != json.dumps(rows[0][0]):
+            if in_order(structure) != in_order(rows[0][0]):
                 odd = sorted({*leaf_names(structure)} ^ {*leaf_names(rows[0][0])})
                 raise MismatchError(
                     f"all ranks save trees that are built alike, but that of rank {rank} is not as "

@@ -14,6 +14,7 @@ one value, such as a list of all losses.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ from mpimesh.store.modules import (
 )
 from mpimesh.store.parts import Parts, Saved, Value, from_json, to_json
 
-__all__ = ["Flat", "Into", "flatten", "leaf_names", "mesh_of", "rebuilt", "take_apart"]
+__all__ = ["Flat", "Into", "flatten", "in_order", "leaf_names", "mesh_of", "rebuilt", "take_apart"]
 
 ARRAY, VALUE, OBJECT = "array", "value", "object"
 """Leaves of a structure. An object's arrays and values have names that begin with its own."""
@@ -102,7 +103,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
 def is_value(tree: Any) -> bool:
     """Tell whether a tree is one value, and no dict whose entries have names of their own."""
-    if type(tree) is dict and tree and all(type(key) is str for key in tree):
+    if isinstance(tree, dict) and tree and all(type(key) is str for key in tree):
         return False
     return all(isinstance(leaf, _PLAIN) for leaf in _leaves(tree))
 
@@ -171,6 +172,11 @@ def is_torch(tree: Any) -> bool:
 def _torch_tensor(tree: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(tree, torch.Tensor)
+
+
+def is_dict(tree: Any) -> bool:
+    """Tell whether a tree is a dict, such as an ordered one, and no object that says its state."""
+    return isinstance(tree, dict) and not (is_stored(tree) or hasattr(tree, "load_state_dict"))
 
 
 def is_array(tree: Any) -> bool:
@@ -278,7 +284,7 @@ def _flatten(tree: Any, name: str, flat: Flat, names: Mapping[int, str]) -> Stru
     if is_value(tree):
         flat.add(name or VALUE, to_json(tree, name))
         return VALUE
-    if type(tree) is dict:
+    if is_dict(tree):
         _check_keys(tree, name)
         return {
             "dict": [
@@ -389,7 +395,7 @@ class Source:
         return found
 
     def _entries(self, structure: Structure) -> dict[str, tuple[Any, Structure]]:
-        """Return what :func:`_entries` gives, from the second time on at once."""
+        """Return the entries of a structure, from the second time on at once."""
         known = self.entries.get(id(structure))
         if known is None:
             known = self.entries[id(structure)] = _entries(structure)
@@ -450,6 +456,20 @@ def _entries(structure: Structure) -> dict[str, tuple[Any, Structure]]:
     raise DamagedError(f"the structure of the checkpoint is damaged at {shown(structure)}")
 
 
+def in_order(structure: Structure) -> Structure:
+    """Return a structure with the entries of dicts in the order of their keys."""
+    if isinstance(structure, list):
+        return [in_order(one) for one in structure]
+    if not isinstance(structure, dict):
+        return structure
+    return {
+        kind: sorted(([key, in_order(one)] for key, one in inner), key=lambda row: str(row[0]))
+        if kind == "dict"
+        else in_order(inner)
+        for kind, inner in structure.items()
+    }
+
+
 def leaf_names(structure: Structure, name: str = "") -> Iterator[str]:
     """Yield the names of the leaves of a tree that is built so, and of empty parts."""
     entries = _entries(structure)
@@ -478,11 +498,11 @@ def _take(
         return _take_array(tree, name or ARRAY, source, into)
     if is_value(tree):
         return _take_value(tree, name, source, into)
-    if type(tree) is dict:
+    if is_dict(tree):
         made = {
             key: _take(entry, join(name, key), source, into, names) for key, entry in tree.items()
         }
-        return lambda: {key: make() for key, make in made.items()}
+        return lambda: _like(tree, {key: make() for key, make in made.items()})
     if type(tree) in (list, tuple):
         row = [
             _take(entry, join(name, place), source, into, names) for place, entry in enumerate(tree)
@@ -500,6 +520,13 @@ def _take(
     return lambda: tree
 
 
+def _like(tree: dict[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a dict of the kind of a tree with other entries."""
+    made = {} if type(tree) is dict else copy.copy(tree)  # with PyTorch's versions, which it has
+    made.update(entries)
+    return made
+
+
 def _take_value(tree: Any, name: str, source: Source, into: Into) -> Callable[[], Any]:
     key = name or VALUE
     if not source.chosen(key):
@@ -509,8 +536,14 @@ def _take_value(tree: Any, name: str, source: Source, into: Into) -> Callable[[]
         return lambda: value
     structure = source.at(name)
     if structure is not None and structure != ARRAY:
-        return rebuilt(source, into, name, structure)
-    if source.strict:
+        if tree is None or isinstance(tree, dict | list | tuple):
+            return rebuilt(source, into, name, structure)
+        if source.strict:
+            raise StoreError(
+                f"{name or 'the tree'} of {source.path} has parts, and {shown(tree)} stands for "
+                "them: give None, [] or {} there to get all, or only= for some"
+            )
+    elif source.strict:
         raise source.missing(key)
     return lambda: tree
 

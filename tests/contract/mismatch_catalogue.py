@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -497,7 +498,49 @@ def _written(mesh: Any, odd: bool) -> None:
     (x + 1).sum()
 
 
-CASES = {case.name: case for case in [*_group_calls(), *_COLLECTIVES, *_MESSAGES, *_SPLIT, *MODELS]}
+def _saved(body: Callable[[Any, str, bool], object]) -> Callable[[Any, bool], object]:
+    """Save x and y into a folder that all ranks know, and go on with that."""
+
+    def run(mesh: Any, odd: bool) -> None:
+        name = tempfile.mkdtemp() if mesh.rank == 0 else ""
+        data = np.frombuffer(name.encode(), np.uint8) if name else None
+        path = mesh.group().broadcast(data, root=None).resolve().tobytes().decode()
+        x, y = (mm.distribute(np.full(6, v), mesh, "dp=S0") for v in (1.0, 2.0))
+        mm.save(f"{path}/a", {"x": x, "y": y})
+        body(mesh, path, odd)
+
+    return run
+
+
+def _load(mesh: Any, path: str, **options: Any) -> None:
+    x, y = (mm.zeros(6, mesh, "dp=S0") for _ in range(2))
+    mm.load(f"{path}/a", {"x": x, "y": y}, **options)
+
+
+def _renamed(mesh: Any, path: str, odd: bool) -> None:
+    names = {"x": "z"} if odd else {"y": "z"}
+    mm.load(f"{path}/a", {"z": mm.zeros(6, mesh, "dp=S0")}, rename=names, strict=False)
+
+
+_STORE = [
+    Case("load: only", _saved(lambda m, p, odd: _load(m, p, only="x" if odd else None))),
+    Case("load: strict", _saved(lambda m, p, odd: _load(m, p, strict=not odd))),
+    Case("load: verify", _saved(lambda m, p, odd: _load(m, p, verify="none" if odd else "read"))),
+    Case("load: rename", _saved(_renamed)),
+    Case(
+        "load: layout",
+        _saved(lambda m, p, odd: mm.load(f"{p}/a", mesh=m, layout="dp=R" if odd else "dp=S0")),
+    ),
+    Case(
+        "save: file_bytes",
+        _saved(lambda m, p, odd: mm.save(f"{p}/b", [1], mesh=m, file_bytes=1000 + odd)),
+    ),
+]
+
+CASES = {
+    case.name: case
+    for case in [*_group_calls(), *_COLLECTIVES, *_MESSAGES, *_SPLIT, *_STORE, *MODELS]
+}
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -41,7 +41,11 @@ def test_mismatch(name, more, monkeypatch):
     assert case.said in str(error)
 
 
-RIGHT = [name for name in CASES if name.split(":")[0] in ("model", "layer", "stages", "batches")]
+RIGHT = [
+    name
+    for name in CASES
+    if name.split(":")[0] in ("model", "layer", "stages", "batches", "load", "save")
+]
 """Programs in which no rank is odd and all is well."""
 
 

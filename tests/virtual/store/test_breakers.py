@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +143,41 @@ def test_new_checkpoints_leave_alone_a_save_that_is_under_way(tmp_path: Path) ->
 
     mm.run_virtual(2, main)
     assert {each.name for each in tmp_path.iterdir()} == {"step-00000001", "step-00000002"}
+
+
+def test_ordered_dicts_are_dicts(tmp_path: Path) -> None:
+    tree: Any = OrderedDict(w=np.ones(2), n=1, inner=defaultdict(list, v=[1.0]))
+    mm.save(tmp_path / "saved", tree)
+    back = mm.load(tmp_path / "saved")
+    assert type(back) is dict
+    assert (back["w"].tolist(), back["n"], back["inner"]) == ([1, 1], 1, {"v": [1.0]})
+    into: Any = OrderedDict(w=np.zeros(2), n=0, inner=defaultdict(list, v=[]))
+    found = mm.load(tmp_path / "saved", into)
+    assert type(found) is OrderedDict
+    assert type(found["inner"]) is defaultdict
+    assert (into["w"].tolist(), found["n"], found["inner"]["v"]) == ([1, 1], 1, [1.0])
+
+
+@pytest.mark.parametrize("into", [3, "x", 1.5])
+def test_a_number_does_not_stand_for_a_tree(into: Any, tmp_path: Path) -> None:
+    mm.save(tmp_path / "saved", {"x": np.ones(2), "n": 1})
+    with raises(StoreError, into, "only="):
+        mm.load(tmp_path / "saved", into)
+    assert mm.load(tmp_path / "saved", {})["n"] == 1
+
+
+def test_ranks_may_have_dicts_in_other_orders(tmp_path: Path) -> None:
+    def main() -> None:
+        with mm.DeviceMesh("dp=-1") as mesh:
+            tree: dict[str, Any] = {"x": mm.ones(4, mesh, "dp=S0"), "n": 1, "w": np.ones(2)}
+            keys = sorted(tree, reverse=bool(mesh.rank))
+            mm.save(tmp_path / "saved", {"inner": {key: tree[key] for key in keys}})
+
+    mm.run_virtual(2, main)
+    assert mm.load(tmp_path / "saved")["inner"]["n"] == 1
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\0"])
+def test_a_dataset_has_no_zero_bytes(name: str, tmp_path: Path) -> None:
+    with raises(StoreError, "dataset"):
+        mm.save_array(tmp_path / "x.h5", np.ones(2), dataset=name)
