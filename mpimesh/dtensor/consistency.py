@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
+from inspect import signature
 from typing import Any, TypeVar
 
 import numpy as np
@@ -163,6 +165,7 @@ def call_compared(
     arguments: Iterable[Any],
     do: Callable[[], R],
     named: Mapping[str, Any] | None = None,
+    function: Callable[..., Any] | None = None,
 ) -> R:
     """Do what every rank is to call with the same arguments. Collective, with checks on.
 
@@ -173,13 +176,15 @@ def call_compared(
             their values.
         do: Does it.
         named: More arguments, by name.
+        function: What is called, if it says which argument is which: then it does not matter
+            whether they are given by name, or what they are without being given.
 
     Raises:
         MismatchError: On every rank, naming each rank's call, if they differ.
     """
     if not mesh._core.context.settings.checks or _inside.get():
         return with_float_errors(mesh, name, do)
-    compare_call(mesh, name, arguments, named)
+    compare_call(mesh, name, arguments, named, function)
     token = _inside.set(True)
     try:
         return with_float_errors(mesh, name, do)
@@ -192,11 +197,14 @@ def compare_call(
     name: str,
     arguments: Iterable[Any],
     named: Mapping[str, Any] | None = None,
+    function: Callable[..., Any] | None = None,
 ) -> None:
     """Compare a call as :func:`call_compared` does."""
     if not mesh._core.context.settings.checks or _inside.get() or not mesh.contains_rank(mesh.rank):
         return
     group = mesh.group()
+    if function is not None:
+        arguments, named = _bound(function, tuple(arguments), named or {})
     texts = [*map(_text, arguments), *(f"{key}={_text(x)}" for key, x in (named or {}).items())]
     call = Call(name, group.name, rule=", ".join(texts))
     call.site = _place()
@@ -228,6 +236,63 @@ def compare_copies(block: HostArray, mesh: DeviceMesh, layout: Layout, name: str
                 "alike on both, or let one rank give it by mm.distribute(x, mesh, "
                 "placements, root=0)"
             )
+
+
+def _bound(
+    function: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return arguments as `function` reads them: by name, without defaults, axes counted from 0."""
+    try:
+        how = _signature(function)
+        given = how.bind(*args, **named).arguments
+    except (TypeError, ValueError):  # it does not say, or refuses them
+        return list(args), dict(named)
+    first: list[Any] = []
+    rest: dict[str, Any] = {}
+    for key, value in given.items():
+        one = how.parameters[key]
+        if one.kind is one.VAR_POSITIONAL:
+            first += value
+        elif one.kind is one.VAR_KEYWORD:
+            rest |= value
+        elif not first and not rest:
+            first.append(value)
+        elif value is not np._NoValue and not _is_default(value, one.default):
+            rest[key] = value
+    ndims = [len(x.shape) for x in _arrays(first) if hasattr(x, "layout")]
+    if ndims and function not in (np.expand_dims, np.stack):
+        for key in rest.keys() & how.parameters.keys() & _AXES:
+            axes = rest.pop(key)
+            if _axes(axes, ndims[0]) != _axes(how.parameters[key].default, ndims[0]):
+                rest[key] = _axes(axes, ndims[0])
+    return first, dict(sorted(rest.items()))
+
+
+_signature = lru_cache(maxsize=1024)(signature)
+_AXES = {"axis", "axes", "axis1", "axis2", "source", "destination"}
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if default is np._NoValue:
+        return value is False or value is None
+    return value is default or (type(value) is type(default) in _NUMBERS and value == default)
+
+
+_NUMBERS = (bool, int, float, str)
+
+
+def _arrays(rows: list[Any]) -> Iterator[Any]:
+    for one in rows:
+        yield from one if isinstance(one, list | tuple) else [one]
+
+
+def _axes(axes: Any, ndim: int) -> Any:
+    """Return axes counted from the first one; what is none as it is."""
+    if isinstance(axes, list | tuple):
+        return tuple(_axes(one, ndim) for one in axes)
+    if isinstance(axes, int | np.integer) and not isinstance(axes, bool) and -ndim <= axes < ndim:
+        return int(axes) % ndim
+    return axes
 
 
 def _place() -> Site:
@@ -272,8 +337,15 @@ def _cut(text: str) -> str:
     return f"{text[:_LONGEST]}... with digest {digest_text(text.encode())}"
 
 
-def _bytes(x: HostArray) -> memoryview:
-    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
+def _bytes(x: HostArray) -> bytes | memoryview:
+    """Return the bytes of values, without those between and in them that hold nothing."""
+    if x.dtype.names:
+        return b"".join(bytes(_bytes(x[name])) for name in x.dtype.names)
+    row = np.ascontiguousarray(x).reshape(-1)
+    if x.dtype.kind in "fc" and np.finfo(x.dtype).nmant == 63:  # ten bytes of 12 or 16
+        parts = row.view(np.longdouble).view(np.uint8).reshape(-1, np.dtype(np.longdouble).itemsize)
+        row = np.ascontiguousarray(parts[:, :10]).reshape(-1)
+    return row.view(np.uint8).data
 
 
 def agreed_dtype(

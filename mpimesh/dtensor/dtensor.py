@@ -483,7 +483,12 @@ class DTensor(Methods):
         if function in FACTS:
             return self._do(function, args, kwargs)
         return call_compared(
-            self._mesh, name_of(function), args, lambda: self._do(function, args, kwargs), kwargs
+            self._mesh,
+            name_of(function),
+            args,
+            lambda: self._do(function, args, kwargs),
+            kwargs,
+            function,
         )
 
     @staticmethod
