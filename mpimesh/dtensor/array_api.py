@@ -158,9 +158,8 @@ def linspace(
 ) -> DTensor:
     """Return `num` evenly spaced numbers from `start` to `stop`."""
     mesh, where = layout_for(1, device, placements)
-    kind = float if dtype is None else dtype
     return creation.linspace(
-        start, stop, num, mesh=mesh, placements=where, endpoint=endpoint, dtype=kind
+        start, stop, num, mesh=mesh, placements=where, endpoint=endpoint, dtype=dtype
     )
 
 

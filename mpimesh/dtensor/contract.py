@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import DType, HostArray
+from mpimesh.arrays import DType
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.elementwise import call, plain, ufunc_rule
@@ -138,7 +138,7 @@ def dot(a: Any, b: Any, out: Any = None) -> DTensor:
     a, b = plain(a), plain(b)
     if not shape_of(a) or not shape_of(b):
         made = _scaled(np.dot, a, b)
-    elif len(shape_of(a)) <= 2 and len(shape_of(b)) <= 2:
+    elif len(shape_of(a)) <= 2 and len(shape_of(b)) <= 2 and not _has_own_product(a, b):
         refuse_spans([a, b])
         made = matmul(a, b)
     else:
@@ -302,7 +302,7 @@ def _by_letters(
 ) -> DTensor:
     """Contract operands whose axes have letters that are numbers; `function` works on blocks."""
     refuse_spans(operands)
-    kind = _kind(_product, operands, 0) if kind is None else kind
+    kind = _kind(np.dot, operands, 1) if kind is None else kind
     op, linear = _reduction(operands, kind)
     shapes = [shape_of(one) for one in operands]
     found = contraction(shapes, rows, output, what="a product", op=op, linear=linear)
@@ -335,6 +335,11 @@ def _contracted(
     return made if out is None else store(made, out)
 
 
+def _has_own_product(*operands: Any) -> bool:
+    """Tell whether np.dot is not np.matmul, as of bfloat16, of which the latter gives float32."""
+    return any(getattr(one, "dtype", np.dtype(int)).isbuiltin == 2 for one in operands)
+
+
 def refuse_spans(operands: Sequence[Any]) -> None:
     """Refuse products of spans of time, which NumPy takes in some functions as integers."""
     if any(getattr(one, "dtype", np.dtype(int)).kind == "m" for one in operands):
@@ -350,11 +355,6 @@ def _kind(function: Callable[..., Any], operands: Sequence[Any], ndim: int) -> D
     ]
     kind: DType = np.asarray(function(*ones)).dtype
     return kind
-
-
-def _product(*ones: Any, **kwargs: Any) -> HostArray:
-    made: HostArray = np.asarray(np.einsum(",".join([""] * len(ones)), *ones, **kwargs))
-    return made
 
 
 def _reduction(operands: Sequence[Any], kind: DType) -> tuple[str, bool]:

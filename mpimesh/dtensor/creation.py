@@ -362,7 +362,10 @@ def arange(
         as_real(value, f"{what} of arange", ArrayValueError)
     if step == 0:
         raise ArrayValueError(f"step must not be 0 in arange({start}, {stop}, {step})")
-    kind = np.result_type(start, stop, step) if dtype is None else _numbers(dtype)
+    if dtype is None:  # NumPy's, of which an empty range shows what the types make of it
+        kinds = [one.dtype.type if hasattr(one, "dtype") else type(one) for one in (start, stop)]
+        dtype = np.arange(kinds[0](0), kinds[1](0), step).dtype
+    kind = _numbers(dtype)
     shape = shape_of_lengths(max(0, math.ceil((stop - start) / step)))
 
     def block(box: Box) -> HostArray:
@@ -379,19 +382,22 @@ def linspace(
     mesh: DeviceMesh,
     placements: PlacementLike,
     endpoint: bool = True,
-    dtype: DTypeLike = float,
+    dtype: DTypeLike | None = None,
 ) -> DTensor:
     """Return `num` numbers from `start` to `stop`, as :func:`numpy.linspace`. Local.
 
     The last one is `stop` if it is an `endpoint`. The others of its arguments are as of
-    :func:`full`.
+    :func:`full`; without a `dtype` it is that of `start` and `stop`, float64 of Python's numbers.
     """
-    start, stop = _number(start, "start"), _number(stop, "stop")
+    _number(start, "start"), _number(stop, "stop")
+    working = np.result_type(start, stop, 1.0)
     shape = shape_of_lengths((as_int(num, "num", ArrayValueError, least=0),))
-    endpoint, kind = as_flag(endpoint, "endpoint", ArrayValueError), _numbers(dtype)
+    endpoint = as_flag(endpoint, "endpoint", ArrayValueError)
+    kind = _numbers(working if dtype is None else dtype)
+    ends = working.type(start), working.type(stop)
 
     def block(box: Box) -> HostArray:
-        return _linspace_block(start, stop, shape[0], box[0], kind, endpoint=endpoint)
+        return _linspace_block(*ends, shape[0], box[0], kind, endpoint=endpoint)
 
     arguments = (start, stop, num, endpoint)
     return _made(shape, mesh, placements, block, kind, "linspace", arguments)
@@ -466,21 +472,20 @@ def _arange_block(
 
 
 def _linspace_block(
-    start: float, stop: float, length: int, part: tuple[int, int], dtype: DType, *, endpoint: bool
+    first: Any, last: Any, length: int, part: tuple[int, int], dtype: DType, *, endpoint: bool
 ) -> HostArray:
-    """Return a part of numbers evenly spread over [start, stop], as `numpy.linspace` has them.
+    """Return a part of numbers evenly spread over [first, last], as `numpy.linspace` has them.
 
-    Computed in float64, ``start + i * step``, the last one being `stop` itself, and rounded
-    to `dtype`; down to whole numbers where that is a dtype of integers.
+    Computed in the dtype of both, ``first + i * step``, the last one being `last` itself, and
+    rounded to `dtype`; down to whole numbers where that is a dtype of integers.
     """
     low, high = part
     block: HostArray = np.empty(high - low, dtype)
-    first, last = np.float64(start), np.float64(stop)
     span = last - first
     parts = length - 1 if endpoint else length
     step = span / parts if parts > 0 else span
     for at in range(low, high, _RUN):
-        values = np.arange(at, min(at + _RUN, high)).astype(np.float64)
+        values = np.arange(at, min(at + _RUN, high)).astype(first.dtype)
         if parts > 0 and step == 0:  # the span is so small that its parts are not
             values /= parts
             values *= span

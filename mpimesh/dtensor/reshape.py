@@ -341,7 +341,10 @@ def reshape(a: DTensor, /, shape: Any, order: str = "C", *, copy: bool | None = 
 
 @implements_anew(np.ravel)
 def ravel(a: Any, order: str = "C") -> DTensor:
-    """Return all elements along one axis. Collective, if any have to move."""
+    """Return all elements along one axis. Collective, if any have to move.
+
+    A split array has no order in memory: A and K are C.
+    """
     return reshape(a, (-1,) if a.size else (0,), "C" if order in "AK" else order)
 
 

@@ -91,7 +91,8 @@ def elements_for(x: DTensor, value: Any) -> HostArray:
     """
     refuse_masked(value)
     values = np.asarray(value)
-    refuse_objects(values.dtype)
+    if not all(type(one) is int for one in values.flat if values.dtype.hasobject):
+        refuse_objects(values.dtype)  # Python's large integers are objects only for NumPy
     elements = np.empty((1, *values.shape), x.dtype)
     try:
         # From what was given: NumPy refuses Python's numbers that do not fit, and casts arrays.

@@ -70,6 +70,25 @@ def test_weights_of_several_axes():
     agree("a=3", cases, atol=1e-12)
 
 
+def test_large_integers_of_python_are_numbers():
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            x = mm.zeros((4,), mesh, "S0")
+            x[0], x[1:3] = 2**64, [-(2**70), 1]
+            assert x.full().tolist() == [2.0**64, -(2.0**70), 1.0, 0.0]
+            with raises(DTypeError, "int64", "18446744073709551616"):
+                mm.zeros((4,), mesh, "S0", dtype=int)[0] = 2**64
+
+    mm.run_virtual(2, main)
+
+
+def test_products_of_bfloat16():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = np.arange(4).astype(ml_dtypes.bfloat16)
+    calls = [np.vdot, np.dot, np.inner, lambda a, b: np.tensordot(a, b, 1), np.matmul]
+    agree("a=2", [(f, [x, x], [p, p]) for f in calls for p in ("S0", "R")])
+
+
 def test_what_is_refused_says_how_to_go_on():
     def main():
         with mm.DeviceMesh("a=2") as mesh:

@@ -144,3 +144,23 @@ def test_numbers_that_a_dtype_cannot_hold_are_refused():
         assert found.local.tolist() == [127]
 
     on("a=1", main)
+
+
+ENDS = [0, 1, 5, 7.5, True, *(np.dtype(kind).type(3) for kind in ("f2", "f4", "i1", "u1", "g"))]
+
+
+def test_dtypes_of_ranges_are_those_of_their_ends():
+    def main():
+        with mm.DeviceMesh("a=2") as mesh, np.errstate(all="ignore"):
+            for start in ENDS:
+                for stop in ENDS:
+                    found = mm.linspace(start, stop, 4, mesh=mesh, placements="S0").full()
+                    expected = np.linspace(start, stop, 4)
+                    assert found.dtype == expected.dtype, (start, stop)
+                    np.testing.assert_array_equal(found, expected)
+                    found = mm.arange(start, stop, mesh=mesh, placements="S0").full()
+                    expected = np.arange(start, stop)
+                    assert found.dtype == expected.dtype, (start, stop)
+                    np.testing.assert_array_equal(found, expected)
+
+    mm.run_virtual(2, main)
