@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from mpimesh.errors import NoRuleError
 
 __all__ = [
+    "ADVICE",
     "FACTS",
     "FUNCTIONS",
     "REFUSED",

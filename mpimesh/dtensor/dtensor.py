@@ -22,7 +22,16 @@ from mpimesh.dtensor.consistency import (
     writable_block,
 )
 from mpimesh.dtensor.defaults import as_live
-from mpimesh.dtensor.dispatch import FACTS, FUNCTIONS, StandIn, name_of, rule_of, sure_rule_of
+from mpimesh.dtensor.dispatch import (
+    ADVICE,
+    FACTS,
+    FUNCTIONS,
+    StandIn,
+    may_gather,
+    name_of,
+    rule_of,
+    sure_rule_of,
+)
 from mpimesh.dtensor.methods import Methods, require_member
 from mpimesh.dtensor.redistribute import (
     Redistribution,
@@ -55,7 +64,17 @@ from mpimesh.trace import html
 
 __all__ = ["DTensor", "are_whole", "common_mesh", "gathered", "whole_of"]
 
-_IN_PLACE = (np.place,)
+_IN_PLACE = (
+    "place",
+    "put",
+    "putmask",
+    "copyto",
+    "fill_diagonal",
+    "put_along_axis",
+    "at",
+    "setitem",
+)
+"""Functions that write into their first argument."""
 
 
 class DTensor(Methods):
@@ -467,9 +486,15 @@ class DTensor(Methods):
             return NotImplemented
         name = f"numpy.{ufunc.__name__}" + ("" if method == "__call__" else f".{method}")
         rule = sure_rule_of(np.ufunc)
-        return call_compared(
-            self._mesh, name, args, lambda: rule(ufunc, method, args, kwargs), kwargs
-        )
+
+        def do() -> Any:
+            try:
+                return rule(ufunc, method, args, dict(kwargs))
+            except NoRuleError as error:
+                _check_whole((args, kwargs), error)
+            return gathered(getattr(ufunc, method), args, kwargs)
+
+        return call_compared(self._mesh, name, args, do, kwargs)
 
     def __array_function__(
         self, function: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]
@@ -496,16 +521,20 @@ class DTensor(Methods):
         if function in FUNCTIONS or not are_whole((args, kwargs)):
             found = rule_of(function)
             if found is not None:
-                return found(*args, **kwargs)
+                try:
+                    return found(*args, **kwargs)
+                except NoRuleError as error:  # of an option, perhaps
+                    _check_whole((args, kwargs), error)
         return gathered(function, args, kwargs)
 
     def __getitem__(self, key: Any) -> Any:
-        rule = sure_rule_of(getitem)
-        return call_compared(self._mesh, "getitem", (self, key), lambda: rule(self, key))
+        return call_compared(
+            self._mesh, "getitem", (self, key), lambda: self._do(getitem, (self, key), {})
+        )
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        rule = sure_rule_of(setitem)
-        call_compared(self._mesh, "setitem", (self, key, value), lambda: rule(self, key, value))
+        args = (self, key, value)
+        call_compared(self._mesh, "setitem", args, lambda: self._do(setitem, args, {}))
 
     # -- what it is not ----------------------------------------------------------------
 
@@ -589,21 +618,42 @@ def whole_of(x: DTensor) -> HostArray:
 def gathered(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `function` with whole arrays in place of split ones. Collective.
 
-    Arrays in the result are replicated over the mesh.
+    Arrays in the result are replicated over the mesh. What it writes, into `out` or its first
+    argument, is then written into the split array, in the layout that this has.
 
     Raises:
-        NoRuleError: If `function` writes into its argument.
         RankError: If this rank is not in the mesh.
     """
-    if function in _IN_PLACE:
-        raise NoRuleError(
-            f"numpy.{function.__name__} writes into its argument, and what is gathered is a copy; "
-            "write by a key instead, as in x[index] = value"
-        )
+    copy_to = sure_rule_of(np.copyto)
+    if function.__name__ in _IN_PLACE and isinstance(args[0], DTensor):
+        target, *others = args
+        whole = np.array(whole_of(target))
+        others, kwargs = _replaced((others, kwargs), [])
+        function(whole, *others, **kwargs)
+        copy_to(target, whole)
+        return None
+    out = kwargs.get("out")
+    (out,) = out if isinstance(out, tuple) and len(out) == 1 else (out,)
+    if isinstance(out, DTensor):
+        rest = {key: one for key, one in kwargs.items() if key != "out"}
+        copy_to(out, gathered(function, args, rest))
+        return out
     found: list[DTensor] = []
     whole_args, whole_kwargs = _replaced(args, found), _replaced(kwargs, found)
     mesh = common_mesh(found)
     return _split(function(*whole_args, **whole_kwargs), mesh)
+
+
+def _check_whole(tree: Any, error: NoRuleError) -> None:
+    """Refuse a call that no rule does, unless it may be done on whole arrays.
+
+    Raises:
+        NoRuleError: On all ranks, with the words of `error` and what to do.
+    """
+    if not may_gather() and not are_whole(tree):
+        if ADVICE in str(error) or "allow_gather" in str(error):
+            raise error
+        raise NoRuleError.everywhere(f"{error}; {ADVICE}") from None
 
 
 def are_whole(tree: Any) -> bool:

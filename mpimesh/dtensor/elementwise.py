@@ -52,10 +52,7 @@ def ufunc_rule(ufunc: np.ufunc, method: str, args: Sequence[Any], kwargs: dict[s
         return made if out is None else store(made, out)
     if method == "outer":
         return outer(ufunc, *args, **kwargs)
-    raise NoRuleError.everywhere(
-        f"np.{ufunc.__name__}.{method} has no rule for split arrays; call it on x.full(), or "
-        "on blocks"
-    )
+    raise NoRuleError.everywhere(f"np.{ufunc.__name__}.{method} has no rule for split arrays")
 
 
 def call(

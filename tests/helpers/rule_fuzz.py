@@ -162,7 +162,19 @@ def _set(x: Any, key: Any, value: Any) -> Any:
     return x
 
 
-_NAMES: dict[str, Any] = {"np": np, "then": _then, "set": _set, "nan": np.nan, "inf": np.inf}
+def _gathering(call: Callable[[], Any]) -> Any:
+    with mm.allow_gather():
+        return call()
+
+
+_NAMES: dict[str, Any] = {
+    "np": np,
+    "then": _then,
+    "set": _set,
+    "gathering": _gathering,
+    "nan": np.nan,
+    "inf": np.inf,
+}
 _NAMES["of_kind"] = of_kind
 """Names for expressions beside their operands."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,10 @@ import pytest
 import mpimesh as mm
 from mpimesh.dtensor.dispatch import FUNCTIONS, REFUSED, name_of
 from mpimesh.errors import DTypeError, NoRuleError
+from tests.helpers.depth import is_deep
 from tests.helpers.dtensor_check import on
+from tests.helpers.rule_cases import draw_cases
+from tests.helpers.rule_fuzz import Case, problems
 
 
 def test_every_function_of_numpy_has_a_rule_or_a_reason():
@@ -43,8 +48,9 @@ def test_what_is_refused_says_what_to_do():
             ]:
                 with pytest.raises(NoRuleError, match=advice):
                     call()
-            with mm.allow_gather(), pytest.raises(NoRuleError, match="place"):
-                np.place(x, x > 0, [1])
+            with mm.allow_gather():
+                np.place(x, x == 0, [1, 2])
+            assert x.full().tolist() == [[1, 2, 1, 2]] * 4
 
     mm.run_virtual(2, main)
 
@@ -89,5 +95,68 @@ def test_functions_without_a_rule_work_on_copies():
         assert (mesh.traffic() - before).received_bytes == 0
         with pytest.raises(NoRuleError, match="solve"):
             np.linalg.solve(x.redistribute("S0"), y)
+
+    on("a=2", main)
+
+
+@pytest.mark.parametrize("how", ["R", "allow_gather"])
+def test_what_is_whole_or_gathered_takes_every_option(how):
+    """On arrays that every rank has whole, and on all where gathering is allowed."""
+    cases = []
+    for case in draw_cases(11, 4_000 if is_deep() else 120):
+        if how == "R":
+            place = ", ".join("R" * len(case.dims.split(",")))
+            case = replace(case, operands=tuple(replace(x, placement=place) for x in case.operands))
+        else:
+            case = replace(case, text=f"gathering(lambda: {case.text})")
+        cases.append(case)
+    refused: list[Case] = []
+    assert problems(cases, refused.append) == []
+    assert refused == []
+
+
+SPECIAL: list[Any] = [
+    lambda x: np.maximum.reduceat(x, [0, 2], axis=0),
+    lambda x: np.unique(x, axis=0),
+    lambda x: np.diff(x, axis=0, prepend=0.0, append=[[1.0, 2.0, 3.0]]),
+    lambda x: np.histogram(x, bins="auto")[0],
+    lambda x: np.pad(x, 1, "mean"),
+    lambda x: np.searchsorted(x[0], [1.0, 5.0], sorter=[2, 0, 1]),
+    lambda x: np.einsum(x, [0, 1], x, [2, 1], [2, 0]),
+    lambda x: np.linspace(x, 9.0, 3, retstep=True)[1],
+    lambda x: x[True],
+    lambda x: np.apply_along_axis(np.sort, 0, x),
+    lambda x: np.polyfit(np.arange(4.0), x, 1),
+    lambda x: written(x, lambda y: np.add.at(y, ([0, 0], [1, 1]), 5.0)),
+    lambda x: written(x, lambda y: np.place(y, y > 3, [-1.0, -2.0])),
+    lambda x: written(x, lambda y: y.__setitem__(True, 7.0)),
+    lambda x: np.maximum.reduceat(x, [0, 2], out=np.zeros_like(x[:2])),
+]
+
+
+def written(x: Any, write: Any) -> Any:
+    y = x.copy()
+    write(y)
+    return y
+
+
+def test_functions_and_options_without_a_rule_work_where_gathering_is_allowed():
+    values = np.random.default_rng(0).integers(0, 9, (4, 3)).astype(float)
+
+    def main(mesh):
+        for place in ("R", "S0", "S1"):
+            for number, call in enumerate(SPECIAL):
+                x = mm.distribute(values, mesh, place)
+                cure = ""
+                try:
+                    call(x)
+                except NoRuleError as refusal:
+                    cure = str(refusal)
+                words = ("allow_gather", "local_map", "mask")
+                assert not cure or (place != "R" and any(word in cure for word in words))
+                x = mm.distribute(values, mesh, place)
+                with mm.allow_gather() if place != "R" else contextlib.nullcontext():
+                    found = call(x)
+                np.testing.assert_allclose(found.full(), call(values), err_msg=f"{number} {place}")
 
     on("a=2", main)
