@@ -58,7 +58,7 @@ from mpimesh.parallel.task import Interface, Task, input_title
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call
-from mpimesh.trace import NULL_TRACER
+from mpimesh.trace import NULL_TRACER, Tracer
 
 __all__ = ["TrainingEngine"]
 
@@ -165,7 +165,10 @@ class TrainingEngine:
         self.data = data
         self.counts_loss = counts_loss
         self.checks = bool(mesh._core.context.settings.checks)
-        self.tracer = NULL_TRACER if options.tracer is None else options.tracer
+        self.tracer: Tracer = NULL_TRACER
+        if isinstance(options.tracer, Tracer):  # any other is refused below
+            self.tracer = options.tracer
+            self.tracer.join(mesh.rank)
         self.step = 0
         self.is_step_known = False
         self.first_values = self.first_forward = True

@@ -86,6 +86,7 @@ class MeshCore:
         control = world.open_communicator(comm, settings)
         self.context = context = MeshContext(world, settings, control)
         if tracer is not None:
+            tracer.join(control.rank)
             context.tracer = tracer
         self.links = DEFAULT_LINK_COSTS
         self.groups: LiveGroups | None = None

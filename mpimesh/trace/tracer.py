@@ -194,7 +194,8 @@ class Tracer:
     sees each entry whole, and may miss only those written while it reads.
 
     Args:
-        rank: The rank that the events belong to.
+        rank: The rank that the events belong to; None is that of the mesh or model that it is given
+            to first, 0 before.
         capacity: Most events kept, at least 1.
         clock: Gives seconds that never go back.
 
@@ -202,17 +203,22 @@ class Tracer:
         TraceError: If `rank` or `capacity` is too small.
     """
 
-    __slots__ = ("_count", "_slots", "clock", "rank")
+    __slots__ = ("_count", "_has_rank", "_slots", "clock", "rank")
 
     #: False for :data:`NULL_TRACER` only: costly arguments need not be made for it.
     enabled: bool = True
 
     def __init__(
-        self, rank: int, *, capacity: int = 65536, clock: Callable[[], float] = time.perf_counter
+        self,
+        rank: int | None = None,
+        *,
+        capacity: int = 65536,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.rank = as_int(rank, "the rank of a tracer", TraceError)
+        self._has_rank = rank is not None
+        self.rank = 0 if rank is None else as_int(rank, "the rank of a tracer", TraceError)
         capacity = as_int(capacity, "the capacity of a tracer", TraceError)
-        if rank < 0 or not 1 <= capacity <= _MOST_EVENTS:
+        if self.rank < 0 or not 1 <= capacity <= _MOST_EVENTS:
             raise TraceError(
                 f"a tracer needs a rank of at least 0 and room for 1 to {_MOST_EVENTS} events, "
                 f"got rank={rank} and capacity={capacity}"
@@ -220,6 +226,11 @@ class Tracer:
         self.clock = as_function(clock, "the clock of a tracer", TraceError)
         self._slots: list[_Entry | None] = [None] * capacity
         self._count = 0
+
+    def join(self, rank: int) -> None:
+        """Take the rank of a mesh or a model, unless it has one."""
+        if not self._has_rank and self.enabled:
+            self.rank, self._has_rank = rank, True
 
     @property
     def capacity(self) -> int:

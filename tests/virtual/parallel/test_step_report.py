@@ -183,3 +183,18 @@ def test_the_last_step_is_between_the_ends_of_steps():
     assert found == ["gradients", "opt", "b", "c", "end of step"]
     assert [e.name for e in last_step(events[:3])] == ["a", "end of step"]
     assert last_step(events[:2]) == []
+
+
+def test_a_tracer_without_a_rank_takes_that_of_its_mesh_or_model():
+    def program():
+        own = mm.Tracer(7)
+        with mm.DeviceMesh("dp=3", tracer=(tracer := mm.Tracer())) as mesh:
+            mesh.barrier()
+            of_model = mm.Tracer()
+            net = nn.Linear(2, 2)
+            mm.fully_shard(net, mesh, loss=nn.mse_loss, tracer=of_model)
+            mm.DataParallel(nn.Linear(2, 2), mesh, loss=nn.mse_loss, tracer=own)
+            return [one.rank for one in (tracer, of_model, own)], mesh.rank
+
+    for ranks, rank in mm.run_virtual(3, program):
+        assert ranks == [rank, rank, 7]
