@@ -388,6 +388,18 @@ class Batch:
                 f"{who}: the model has a ParallelOptimizer, which alone knows what its gradients "
                 f"are; give that as optimizer=, got {self.optimizer!r}"
             )
+        groups = getattr(self.optimizer, "param_groups", None)
+        held: Any = getattr(self.optimizer, "params", None)
+        if isinstance(groups, list):
+            held = [one for group in groups for one in group["params"]]
+        mine = [(one, getattr(one, "tensor", one)) for one in engine.buckets.parameters]
+        known = engine.optimizer is not None or not isinstance(held, list | tuple) or not mine
+        if not (known or any(one is each for one in held for pair in mine for each in pair)):
+            raise ModuleError(
+                f"{who}: the optimizer has {len(held)} parameters, and none of the {len(mine)} "
+                "that this model trains on this rank, so that nothing would change: make it of "
+                "model.parameters()"
+            )
         done = getattr(self.optimizer, "steps", 0)
         if not engine.step and not engine.is_step_known and isinstance(done, int) and done:
             raise ModuleStateError(

@@ -1,0 +1,54 @@
+"""Optimizers of another model, or of nothing, are refused; states that they give are copies."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+from mpimesh import nn, optim
+from mpimesh.errors import ModuleError
+from tests.helpers.parallel_models import batch, on_ranks
+from tests.helpers.raises import raises
+
+
+@pytest.mark.parametrize("dims", ["dp=1", "dp=2", "pp=2"])
+def test_an_optimizer_that_would_change_nothing_is_refused_on_all_ranks(dims):
+    def make(mesh):
+        stages = [mm.PipelineStage(0).add_layer(nn.ReLU()), mm.PipelineStage(1)]
+        stages[1].add_layer(nn.Linear(6, 5)).add_layer(nn.Linear(5, 5).freeze())
+        if "pp" in dims:
+            return mm.PipelineParallel(stages, 1, mesh=mesh, dtype="float64")
+        return mm.DataParallel(nn.Sequential(*stages), mesh, dtype="float64")
+
+    def body(mesh):
+        model, other = make(mesh), make(mesh)
+        x, target = batch(0, 8)
+        before = model.full_state_dict()
+        for wrong in (optim.SGD(other.parameters(), lr=0.1), optim.SGD([], lr=0.1)):
+            with raises(ModuleError, "model.parameters()"):
+                model.train_step(x, target, loss=nn.cross_entropy, optimizer=wrong)
+        np.testing.assert_equal(model.full_state_dict(), before)
+        right = optim.SGD(model.parameters(), lr=0.1)  # none on a stage that has none
+        model.train_step(x, target, loss=nn.cross_entropy, optimizer=right)
+        return True
+
+    assert all(on_ranks(dims, body))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("dims", ["dp=1", "dp=2"])
+def test_a_state_that_was_given_stays_as_it_was(dims, zero):
+    def body(mesh):
+        model = mm.DataParallel(nn.Linear(6, 5), mesh, loss=nn.cross_entropy, dtype="float64")
+        optimizer = mm.ParallelOptimizer(optim.Adam(model.parameters()), model, zero=zero)
+        model.train_step(*batch(0, 8), optimizer=optimizer)
+        state = optimizer.state_dict()
+        before = copy.deepcopy(state)
+        model.train_step(*batch(1, 8), optimizer=optimizer)
+        np.testing.assert_equal(state, before)
+        return True
+
+    assert all(on_ranks(dims, body))
