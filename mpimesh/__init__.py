@@ -24,12 +24,22 @@ __all__ = [name for name in _names if name not in _ROOMS]
 def __getattr__(name: str) -> Any:
     if name not in _names:
         raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}; layers are in mm.nn, optimizers in "
-            "mm.optim, split layers in mm.parallel; collectives are methods of mesh.group(dim)",
+            f"module {__name__!r} has no attribute {name!r}; {_cure(name)}",
             name=name,
             obj=sys.modules[__name__],
         )
     return _load(name)
+
+
+def _cure(name: str) -> str:
+    if name in ("array", "asarray"):
+        return "mm.distribute(x, mesh, placements) makes a split array of one of NumPy"
+    if callable(getattr(sys.modules.get("numpy"), name, None)):
+        return f"split arrays are arguments of NumPy's own functions: np.{name}(x)"
+    return (
+        "layers are in mm.nn, optimizers in mm.optim, split layers in mm.parallel; collectives "
+        "are methods of mesh.group(dim)"
+    )
 
 
 def __dir__() -> list[str]:

@@ -100,10 +100,10 @@ class DTensor(Methods):
     def __init__(
         self,
         mesh: DeviceMesh,
-        layout: Layout,
-        shape: Sequence[int],
-        dtype: Any,
-        block: HostArray | None,
+        layout: Layout | None = None,  # so that DTensor(x) gets the message below
+        shape: Sequence[int] = (),
+        dtype: Any = None,
+        block: HostArray | None = None,
     ) -> None:
         """Take a block as it is; users call :meth:`from_local`.
 
@@ -111,7 +111,10 @@ class DTensor(Methods):
             ShapeError: If the block is not the one that `layout` gives this rank.
         """
         if not isinstance(layout, Layout):
-            raise LayoutError(f"layout must be a Layout, got {shown(layout)}")
+            raise LayoutError(
+                f"layout must be a Layout, got {shown(layout)}; mm.distribute(x, mesh, placements) "
+                "splits an array, DTensor.from_local(block, mesh, placements) takes blocks"
+            )
         if block is not None and not isinstance(block, np.ndarray):
             raise ShapeError(f"block must be a NumPy array or None, got {shown(block)}")
         self._mesh = as_live(mesh)
@@ -540,12 +543,12 @@ class DTensor(Methods):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Refuse: the whole array is on no rank, and to gather it is collective."""
-        self._refuse("be made a NumPy array in passing")
+        self._refuse("be made a NumPy array in passing", _CURES)
 
     def __iter__(self) -> Any:
         self._refuse("be looped over")
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, what: str, cures: str = "") -> NoReturn:
         if self.layout.is_replicated:
             raise LayoutError(
                 f"{self!r} cannot {what}, as no DTensor can; every rank has all of this one: take "
@@ -554,8 +557,16 @@ class DTensor(Methods):
         one = ", or float(x) for the number" if self.size == 1 else ""
         raise LayoutError(
             f"{self!r} cannot {what}: its parts are on several ranks; take x.local for this rank's "
-            f"block, x.full() for the whole array{one}; all ranks call x.full() and float(x)"
+            f"block, x.full() for the whole array{one}; all ranks call x.full() and float(x){cures}"
         )
+
+
+_CURES = (
+    ". Calls that take split arrays: np.concatenate and np.stack for np.r_ and np.c_, "
+    "mm.distribute(a, mesh, 'R')[x] for a[x], x[mm.Random(0).permutation(len(x))] for a random "
+    "order; a function of another library goes through mm.local_map"
+)
+"""What stands for calls of NumPy that ask for an array before a split one can answer."""
 
 
 def _check_out(x: DTensor, goal: DeviceMesh, target: Layout, out: Any) -> None:

@@ -1,5 +1,8 @@
 """Layers with a backward in two halves, and losses: local maths for NumPy and CuPy."""
 
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
 from mpimesh.nn.activations import GELU, ReLU, SiLU, Tanh
 from mpimesh.nn.attention import Attention
 from mpimesh.nn.containers import Add, Checkpoint, Concat, MeanPool, Sequential
@@ -52,3 +55,18 @@ __all__ = [
     "cross_entropy",
     "mse_loss",
 ]
+
+if not TYPE_CHECKING:  # type checkers find a misspelt name by themselves
+
+    def __getattr__(name: str) -> NoReturn:
+        ours = {"CrossEntropyLoss": "CrossEntropy", "MSELoss": "MeanSquaredError"}.get(name)
+        cure = (
+            "layers of PyTorch and JAX are wrapped by mpimesh.interop.torch and .jax, and "
+            "docs/how-to/own-layers.md says how to write one"
+        )
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; "
+            + (f"it is nn.{ours} here" if ours else cure),
+            name=name,
+            obj=sys.modules[__name__],
+        )

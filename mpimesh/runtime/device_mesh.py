@@ -616,5 +616,15 @@ class DeviceMesh:
 _OF_GROUPS = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reduce", "gather"]
 _OF_GROUPS += ["broadcast", "scatter", "send", "recv"]
 _ELSEWHERE = {name: f"a group has it: mesh.group(dim).{name}()" for name in _OF_GROUPS}
+_ELSEWHERE |= {
+    mpi: f"a group has it: mesh.group().{ours}()"
+    for mpi, ours in {
+        "Allreduce": "all_reduce",
+        "Allgather": "all_gather",
+        "Alltoall": "all_to_all",
+        "Bcast": "broadcast",
+    }.items()
+}
 _ELSEWHERE |= {"get_rank": "use mesh.rank", "get_world_size": "use mesh.size"}
+_ELSEWHERE |= {"Get_rank": "use mesh.rank", "Get_size": "use mesh.size"}
 tell_elsewhere(DeviceMesh, _ELSEWHERE)

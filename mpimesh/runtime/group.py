@@ -692,4 +692,6 @@ class ProcessGroup:
 _MPI4PY = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
 _MPI4PY |= {"bcast": "broadcast", "Recv": "recv", "Reduce": "reduce", "Send": "send"}
 _MPI4PY |= {name.capitalize(): ours for name, ours in _MPI4PY.items()}
-tell_elsewhere(ProcessGroup, {mpi: f"use {ours}()" for mpi, ours in _MPI4PY.items()})
+_ELSEWHERE = {mpi: f"use {ours}()" for mpi, ours in _MPI4PY.items()}
+_ELSEWHERE |= {"Get_rank": "use group.rank", "Get_size": "use group.size"}
+tell_elsewhere(ProcessGroup, _ELSEWHERE)

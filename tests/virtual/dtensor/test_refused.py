@@ -11,9 +11,10 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.dtensor.dispatch import FUNCTIONS, REFUSED, name_of
-from mpimesh.errors import DTypeError, NoRuleError
+from mpimesh.errors import DTypeError, LayoutError, NoRuleError
 from tests.helpers.depth import is_deep
 from tests.helpers.dtensor_check import on
+from tests.helpers.raises import raises
 from tests.helpers.rule_cases import draw_cases
 from tests.helpers.rule_fuzz import Case, problems
 
@@ -160,3 +161,36 @@ def test_functions_and_options_without_a_rule_work_where_gathering_is_allowed():
                 np.testing.assert_allclose(found.full(), call(values), err_msg=f"{number} {place}")
 
     on("a=2", main)
+
+
+def test_what_asks_for_an_array_names_calls_that_take_split_ones():
+    a, plain = np.arange(12.0).reshape(4, 3), np.arange(10.0)
+
+    def main(mesh):
+        x, k = mm.distribute(a, mesh, "S0"), mm.distribute(np.array([3, 0, 2, 2]), mesh, "S0")
+        generator = np.random.default_rng(0)
+        calls: Any = {
+            "np.concatenate": (lambda: np.r_[x, x], lambda: np.concatenate([x, x]), np.r_[a, a]),
+            "np.stack": (lambda: np.c_[k, k], lambda: np.stack([k, k], axis=1), None),
+            "mm.distribute(a, mesh, 'R')[x]": (
+                lambda: plain[k],
+                lambda: mm.distribute(plain, mesh, "R")[k],
+                plain[[3, 0, 2, 2]],
+            ),
+            "x[mm.Random(0).permutation(len(x))]": (
+                lambda: generator.permutation(x),
+                lambda: x[mm.Random(0).permutation(len(x))],
+                a[mm.Random(0).permutation(len(a))],
+            ),
+            "mm.local_map": (lambda: np.asarray(x), None, None),
+        }
+        for words, (refused, cure, expected) in calls.items():
+            with raises(LayoutError, words):
+                refused()
+            if cure is not None and expected is not None:
+                assert np.array_equal(cure().full(), expected)
+        with raises(LayoutError, "mm.distribute", "from_local"):
+            mm.DTensor(a)  # type: ignore[arg-type]
+
+    for size in (1, 3):
+        on(f"a={size}", main)

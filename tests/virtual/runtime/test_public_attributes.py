@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -80,11 +82,18 @@ def test_mpi4py_s_names_are_refused_with_ours(mpi4py_name, ours):
         assert not hasattr(group, mpi4py_name)
         with pytest.raises(AttributeError, match=rf"'{mpi4py_name}'; use {ours}\(\)"):
             getattr(group, mpi4py_name)
+        with pytest.raises(AttributeError, match=r"use group\.rank"):
+            group.Get_rank()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("all_reduce", r"mesh\.group\(dim\)\.all_reduce\(\)"), ("get_rank", r"use mesh\.rank")],
+    [
+        ("all_reduce", r"mesh\.group\(dim\)\.all_reduce\(\)"),
+        ("Allreduce", r"mesh\.group\(\)\.all_reduce\(\)"),
+        ("get_rank", r"use mesh\.rank"),
+        ("Get_size", r"use mesh\.size"),
+    ],
 )
 def test_what_a_mesh_has_elsewhere(name, words):
     with mm.DeviceMesh("x=1") as mesh:
@@ -97,3 +106,18 @@ def test_an_unknown_name_is_refused_with_where_to_look():
     with pytest.raises(AttributeError, match=r"no attribute 'Linear'.* mm\.nn") as caught:
         _ = mm.Linear  # type: ignore[attr-defined]
     assert (caught.value.name, caught.value.obj) == ("Linear", mm)
+
+
+@pytest.mark.parametrize(
+    ("room", "name", "words"),
+    [
+        (mm, "sum", "np.sum(x)"),
+        (mm, "array", "mm.distribute(x, mesh, placements)"),
+        (mm.nn, "CrossEntropyLoss", "nn.CrossEntropy"),
+        (mm.nn, "Conv2d", "mpimesh.interop.torch"),
+    ],
+)
+def test_names_of_other_libraries_are_refused_with_what_stands_for_them(room, name, words):
+    assert not hasattr(room, name)
+    with pytest.raises(AttributeError, match=f"{name!r}.*{re.escape(words)}"):
+        getattr(room, name)
