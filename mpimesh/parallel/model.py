@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpimesh.arguments import as_flag, as_real, check_kind, digest_text, shown
+from mpimesh.arguments import as_flag, as_int, as_real, check_kind, digest_text, shown
 from mpimesh.arrays import Array, to_numpy
 from mpimesh.dtensor import DTensor
 from mpimesh.errors import (
@@ -375,7 +375,8 @@ class ParallelModel(ABC):
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Copy values into this rank's parameters and buffers; all or, on an error, none. Local.
 
-        The number of steps is no part of it, but of the optimizer's: see :meth:`full_state_dict`.
+        A ``"step"`` in it, as :func:`mpimesh.load` gives of a saved model, is the number of steps
+        to go on from; without it the number stays.
         Where ranks have the parameters once, as at stage 3 of :func:`mpimesh.fully_shard`, it is
         collective over the replicas: no rank writes what another still reads.
 
@@ -402,9 +403,12 @@ class ParallelModel(ABC):
                 changes = self._new_values(state)
             for data, values in changes:
                 data[...] = values
+        if "step" in state and "step" not in dict(engine.named_parameters(everywhere=True)):
+            engine.set_step(state["step"])
         engine.first_values = True
         if engine.checks:
-            texts = [engine.loaded, *(f"{name} {digest(state[name])}" for name in sorted(state))]
+            names = sorted(state.keys() - {"step"})
+            texts = [engine.loaded, *(f"{name} {digest(state[name])}" for name in names)]
             engine.loaded = digest_text("\n".join(texts).encode())
 
     def _new_values(self, state: Mapping[str, Array]) -> list[tuple[Array, Array]]:
@@ -414,6 +418,9 @@ class ParallelModel(ABC):
         expected = dict(engine.named_parameters(everywhere=True))
         buffers = dict(engine.named_buffers(everywhere=True))
         known = expected.keys() | buffers.keys()
+        if "step" in state and "step" not in known:
+            as_int(state["step"], "step", ModuleError, least=0)
+            state = {name: value for name, value in state.items() if name != "step"}
         refuse_names(
             "a state must name each parameter and buffer of the whole model once, as that of "
             "full_state_dict() does",

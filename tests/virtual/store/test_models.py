@@ -25,6 +25,7 @@ from tests.helpers.depth import examples
 from tests.helpers.parallel_models import SEED, batch, cut, layers, on_ranks
 from tests.helpers.parallel_tied import tied_batch, tied_layers
 from tests.helpers.part_store import PartStore, names_of
+from tests.helpers.raises import raises
 
 OPTIMIZERS = {
     "sgd": lambda parameters: optim.SGD(parameters, lr=0.1),
@@ -558,3 +559,29 @@ def test_states_of_schedulers_scalers_and_batches_are_json():
 
     for states in on_ranks("dp=2", body):
         assert json.loads(json.dumps(states)) == states
+
+
+@pytest.mark.parametrize(("before", "stage"), [("dp=1", 0), ("dp=2", 3)])
+def test_what_is_loaded_of_a_model_is_a_state_with_its_steps(before, stage, tmp_path):
+    x, target = np.ones((4, 2), np.float32), np.ones((4, 3), np.float32)
+
+    def main(mesh):
+        def make(seed):
+            net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3))
+            return mm.fully_shard(net, mesh, stage=stage, loss=nn.mse_loss, seed=seed)
+
+        model, other = make(0), make(1)
+        optimizer = mm.ParallelOptimizer(optim.SGD(model.parameters(), lr=0.1), model)
+        for _ in range(3):
+            model.train_step(x, target, optimizer=optimizer)
+        mm.save(tmp_path / "run", {"model": model}, mesh=mesh)
+        state = mm.load(tmp_path / "run")["model"]
+        other.load_state_dict(state)
+        assert other.step == model.step == 3
+        for name, value in model.full_state_dict().items():
+            assert np.array_equal(other.full_state_dict()[name], value)
+        with raises(ModuleError, "step", -1):
+            other.load_state_dict({**state, "step": -1})
+        assert other.step == 3
+
+    on_ranks(before, main)
