@@ -431,10 +431,10 @@ def _check_layout(kind: str, state: Any, numbers: Sequence[str], num_params: int
         )
     missing = [name for name in ("optimizer", "params", *numbers) if name not in state]
     if missing or state["optimizer"] != kind or len(params) != num_params:
+        lacks = f", and lacks {missing}" if missing else ""
         raise ModuleError(
-            f"this state does not fit {kind} of {num_params} parameters: it is of "
-            f"{state.get('optimizer')} of {len(params)} parameters, "
-            f"and lacks {missing or 'nothing'}"
+            f"a state of {state.get('optimizer')} of {len(params)} parameters does not fit {kind} "
+            f"of {num_params} parameters{lacks}: make the optimizer that the state is of"
         )
 
 
