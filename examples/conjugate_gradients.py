@@ -9,7 +9,12 @@
 
 The same iterations are written as a NumPy user would, on split arrays; on the blocks of the ranks,
 with a halo and a reduction that are planned once; and with mpi4py by hand. All three find the same
-solution. On small blocks the price of a call decides, on large ones the memory.
+solution. On small blocks the price of a call decides, on large ones the memory. It prints:
+
+    64 x 64 points on 2 rank(s): residual 9.6e-10 after 165 iterations, in each way
+    split arrays        1358 us an iteration
+    blocks and plans      58 us an iteration
+    mpi4py by hand        37 us an iteration
 """
 
 from __future__ import annotations

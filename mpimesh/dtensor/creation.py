@@ -227,7 +227,7 @@ def zeros(
     dtype: DTypeLike = float,
 ) -> DTensor:
     """Return an array of zeros. Local; arguments as of :func:`full`."""
-    return full(shape, np.zeros((), dtype)[()], mesh, placements, dtype=dtype)
+    return full(shape, np.zeros((), as_dtype(dtype))[()], mesh, placements, dtype=dtype)
 
 
 def ones(

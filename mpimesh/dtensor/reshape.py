@@ -25,7 +25,7 @@ from mpimesh.dtensor.run import (
     implements_by_name,
     moved_to,
 )
-from mpimesh.errors import AxisError, NoRuleError, ShapeError
+from mpimesh.errors import AxisError, LayoutError, NoRuleError, ShapeError
 from mpimesh.layout import Layout, Tiling
 from mpimesh.layout.axis_rules import full_shape, renumbered, reshaped_placement, unsplit
 from mpimesh.layout.tiling import places_of
@@ -315,7 +315,7 @@ def reshape(a: DTensor, /, shape: Any, order: str = "C", *, copy: bool | None = 
     that of `a`.
     """
     if copy is False:
-        raise NoRuleError.everywhere(
+        raise LayoutError.everywhere(
             f"np.reshape of split arrays is a copy in every layout, got copy=False for {a!r}; "
             "leave it out"
         )

@@ -26,7 +26,7 @@ from mpimesh.arrays import (
     to_numpy,
 )
 from mpimesh.comm import Communicator, Steps
-from mpimesh.errors import AxisError, AxisTypeError, DTypeError, ShapeError
+from mpimesh.errors import AxisError, AxisTypeError, DTypeError, MpimeshError, ShapeError
 from mpimesh.runtime.agreement import compare
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.world import current_world
@@ -70,11 +70,9 @@ def host_array(x: Array) -> HostArray:
         refuse_masked(x)
         try:
             host = np.asarray(x)
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # RuntimeError: PyTorch's, with a cure
+        except MpimeshError:
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:  # the last one of PyTorch
             raise ShapeError(f"{type(x).__name__} given, which is no array: {error}") from None
     refuse_objects(host.dtype)
     return host

@@ -113,7 +113,8 @@ def test_what_is_whole_or_gathered_takes_every_option(how):
         cases.append(case)
     refused: list[Case] = []
     assert problems(cases, refused.append) == []
-    assert refused == []
+    # Results are cast into `out` by the rule "same_kind", where some functions of NumPy cast more.
+    assert [case for case in refused if "out=" not in case.text] == []
 
 
 SPECIAL: list[Any] = [

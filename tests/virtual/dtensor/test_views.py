@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.errors import NoRuleError
+from mpimesh.errors import LayoutError
 from tests.helpers import warned
 from tests.helpers.depth import is_deep
 from tests.helpers.dtensor_check import split
@@ -216,7 +216,7 @@ def test_a_reshape_cannot_be_asked_to_be_a_view():
         for placement in ("S0", "R"):
             x = mm.zeros((4, 3), mesh, placement)
             for shape in ((3, 4), (4, 3)):
-                with pytest.raises(NoRuleError, match="copy=False"):
+                with pytest.raises(LayoutError, match="copy=False"):
                     np.reshape(x, shape, copy=False)
         return True
 
