@@ -88,7 +88,7 @@ def _quantiles(d: Draw, rule: str) -> str:
         weights = d.other(d.shape_of(x), "f", flavour="positive")
         text += f", weights={weights}, method='inverted_cdf'" if "method" not in text else ""
     # With this method NumPy takes no `out` of another dtype.
-    return d.with_out(text + ")", **({"kinds": ""} if "inverted_cdf" in text else {}))
+    return d.with_out(text + ")", kinds="" if "inverted_cdf" in text else "biufc")
 
 
 @cases("average")
