@@ -66,8 +66,22 @@ def test_checkpoints_and_arrays_in_files():
 @pytest.mark.deep
 def test_all_suites_on_the_host():
     tables = measure(
-        "startup", "all_reduce", "shared", "buckets", "pipeline", "training", "redistribute", "step"
+        "startup",
+        "all_reduce",
+        "shared",
+        "buckets",
+        "pipeline",
+        "training",
+        "redistribute",
+        "operators",
+        "step",
     )
+    assert {f"x + y, blocks of 8 x 8: {way}" for way in ("NumPy", "mpimesh")} < set(
+        tables["operators"]
+    )
+    solved = "conjugate gradients, 64 x 64, an iteration"
+    solvers = ("split arrays", "blocks and plans", "mpi4py by hand")
+    assert {f"{solved}: {way}" for way in solvers} < set(tables["operators"])
     assert len(tables["all_reduce"]) == 4 * 3  # 3 sizes of at most 64 KiB
     # 4 sizes of all-reduce, 1 of each of the others; 3 ways each, the copy is no row.
     assert len(tables["shared"]) == (4 + 4) * 4
