@@ -8,8 +8,9 @@ catches it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 __all__ = [
     "ArrayValueError",
@@ -52,6 +53,7 @@ __all__ = [
     "WorldSizeError",
     "on_all_ranks",
     "tell_elsewhere",
+    "tell_missing",
 ]
 
 
@@ -305,3 +307,18 @@ def tell_elsewhere(owner: Any, where: Mapping[str, str]) -> None:
     for name, place in where.items():
         setattr(owner, name, Elsewhere(name, place))
     owner.__dir__ = names
+
+
+def tell_missing(module: str, cure: Callable[[str], str]) -> None:
+    """Have a module refuse a name that it has not with what stands for it.
+
+    It is no ``def __getattr__`` in the module: type checkers would take every name then.
+    """
+    owner: Any = sys.modules[module]
+
+    def refuse(name: str) -> NoReturn:
+        raise AttributeError(
+            f"module {module!r} has no attribute {name!r}; {cure(name)}", name=name, obj=owner
+        )
+
+    owner.__getattr__ = refuse

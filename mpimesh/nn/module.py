@@ -52,7 +52,7 @@ from mpimesh.nn.parameter import (
 from mpimesh.nn.protocol import Context, FeaturePart, SupportsLayer, check_context, is_layer
 from mpimesh.nn.split import SequenceSplit
 
-__all__ = ["Composite", "Module", "leaves"]
+__all__ = ["Composite", "Module", "leaves", "stands_for"]
 
 
 class Module(ABC):
@@ -494,3 +494,14 @@ class Composite(Module):
                 "input_grad at True"
             )
         return dx
+
+
+def stands_for(name: str) -> str:
+    """Say what stands for a name of another library that this room has not."""
+    ours = {"CrossEntropyLoss": "CrossEntropy", "MSELoss": "MeanSquaredError"}.get(name)
+    if ours is not None:
+        return f"it is nn.{ours} here"
+    return (
+        "layers of PyTorch and JAX are wrapped by mpimesh.interop.torch and .jax, and "
+        "docs/how-to/own-layers.md says how to write one"
+    )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, overload
 
 import numpy as np
 
 from mpimesh.arrays import DTypeLike
-from mpimesh.errors import ModuleError
+from mpimesh.errors import ModuleError, TraceError
+from mpimesh.mesh import WORLD
 from mpimesh.nn import Loss, SupportsLayer
 from mpimesh.nn.containers import is_plain
 from mpimesh.nn.protocol import set_training
@@ -20,10 +23,13 @@ from mpimesh.parallel.plans import Options
 from mpimesh.parallel.replicas import live_mesh, no_dim
 from mpimesh.parallel.split_layers import tensor_groups
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.step import Step
+from mpimesh.parallel.step import Step, last_step
 from mpimesh.parallel.training_engine import TrainingEngine
 from mpimesh.runtime import DeviceMesh, ProcessGroup
-from mpimesh.trace import Tracer
+from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.call import Call
+from mpimesh.runtime.events import gather_events
+from mpimesh.trace import Tracer, timeline_svg
 
 __all__ = ["DataParallel", "fully_shard"]
 
@@ -279,6 +285,39 @@ class DataParallel(ParallelModel):
         """Choose training or evaluation."""
         super().set_training(training)
         set_training(self._module, training)
+
+    def step_picture(self, path: str | os.PathLike[str]) -> None:
+        """Draw what each rank did in the last :meth:`train_step`. Collective over the mesh.
+
+        The first rank of the mesh writes an SVG: a row for each rank, in which forwards, backwards
+        and waiting are boxes, and the reductions of buckets run beside them.
+
+        Args:
+            path: The file, which ends in .svg.
+
+        Raises:
+            TraceError: On every rank, if the tracers do not hold a whole step, or `path` does not
+                end in .svg.
+            OSError: On the first rank, if the file cannot be written.
+
+        Cost:
+            As of :meth:`PipelineParallel.step_report`.
+        """
+        if Path(path).suffix.lower() != ".svg":
+            raise TraceError(f"the picture of a step is an SVG: {path} must end in .svg")
+        engine, mesh = self._engine, self._engine.mesh
+        events, problem = last_step(gather_events(mesh, engine.tracer)), None
+        starts = {one.rank: one.start_s for one in events[::-1] if one.category == "forward"}
+        events = [one for one in events if one.start_s >= starts.get(one.rank, float("inf"))]
+        if mesh.rank == 0 and not events:
+            problem = TraceError(
+                "there is no whole step of training in the tracers: make the model with "
+                "tracer=mm.Tracer() on every rank, and draw after train_step"
+            )
+        agree(mesh.group(), Call("step picture", WORLD), problem=problem)
+        if mesh.rank == 0:
+            title = f"Training step {engine.step} on {mesh.dims_text}"
+            Path(path).write_text(timeline_svg(events, title=title), encoding="utf-8")
 
     def __repr__(self) -> str:
         stage = f", stage {self._engine.stage}" if self._engine.stage else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,7 @@ from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.plans import Options, ScheduleLike
 from mpimesh.parallel.replicas import group_along, live_mesh
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.step import END_OF_STEP, GRADIENTS, Step
+from mpimesh.parallel.step import Step, last_step
 from mpimesh.parallel.training_engine import TrainingEngine
 from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.agreement import agree
@@ -39,7 +39,7 @@ from mpimesh.schedule import (
 )
 from mpimesh.trace import Event, Tracer, svg
 
-__all__ = ["PipelineParallel", "StepReport", "last_step"]
+__all__ = ["PipelineParallel", "StepReport"]
 
 
 class PipelineParallel(ParallelModel):
@@ -584,25 +584,3 @@ class StepReport:
         ]
         lines.append(f"each action cost {svg.duration(self.overhead_s)} beside its computation")
         return "\n".join(lines)
-
-
-def last_step(events: Iterable[Event]) -> list[Event]:
-    """Return the events of each rank's last whole step of training.
-
-    Args:
-        events: Of any ranks, in the order in which each rank recorded its own.
-    """
-    ranks: dict[int, list[Event]] = {}
-    for event in events:
-        ranks.setdefault(event.rank, []).append(event)
-    last: list[Event] = []
-    for one in ranks.values():
-        names = [event.name if event.category == "wait" else "" for event in one]
-        if GRADIENTS not in names:
-            continue
-        # A step of training ends with its gradients. Its own end of step comes before these; the
-        # one before that closed the step before.
-        end = len(names) - 1 - names[::-1].index(GRADIENTS)
-        earlier = [place for place in range(end) if names[place] == END_OF_STEP][:-1]
-        last += one[earlier[-1] + 1 if earlier else 0 : end]
-    return last

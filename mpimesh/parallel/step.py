@@ -46,6 +46,7 @@ from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import readable
 from mpimesh.schedule import Action, ActionKind
+from mpimesh.trace import Event
 
 __all__ = [
     "END_OF_STEP",
@@ -606,3 +607,25 @@ def _agreed_error(engine: TrainingEngine, notes: list[dict[str, Any]]) -> Mpimes
     if error is None:
         return agreed_error([Failure(**note["failure"]) for note in notes if note["failure"]])
     return on_all_ranks(error)
+
+
+def last_step(events: Iterable[Event]) -> list[Event]:
+    """Return the events of each rank's last whole step of training.
+
+    Args:
+        events: Of any ranks, in the order in which each rank recorded its own.
+    """
+    ranks: dict[int, list[Event]] = {}
+    for event in events:
+        ranks.setdefault(event.rank, []).append(event)
+    last: list[Event] = []
+    for one in ranks.values():
+        names = [event.name if event.category == "wait" else "" for event in one]
+        if GRADIENTS not in names:
+            continue
+        # A step of training ends with its gradients. Its own end of step comes before these; the
+        # one before that closed the step before.
+        end = len(names) - 1 - names[::-1].index(GRADIENTS)
+        earlier = [place for place in range(end) if names[place] == END_OF_STEP][:-1]
+        last += one[earlier[-1] + 1 if earlier else 0 : end]
+    return last

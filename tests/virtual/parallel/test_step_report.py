@@ -14,7 +14,7 @@ import mpimesh as mm
 from mpimesh import nn
 from mpimesh.errors import TraceError
 from mpimesh.parallel import PipelineParallel, PipelineStage
-from mpimesh.parallel.pipeline import last_step
+from mpimesh.parallel.step import last_step
 from mpimesh.schedule import ActionKind
 from mpimesh.trace import Event
 from tests.helpers.parallel_models import batch, cut, make_pipeline, on_ranks
@@ -198,3 +198,26 @@ def test_a_tracer_without_a_rank_takes_that_of_its_mesh_or_model():
 
     for ranks, rank in mm.run_virtual(3, program):
         assert ranks == [rank, rank, 7]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_picture_of_replicas_has_a_row_for_each_rank(stage, tmp_path):
+    x, target = np.ones((8, 6), np.float32), np.ones((8, 3), np.float32)
+
+    def main(mesh):
+        net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+        model = mm.fully_shard(net, mesh, stage=stage, loss=nn.mse_loss, tracer=mm.Tracer())
+        optimizer = mm.ParallelOptimizer(mm.optim.SGD(model.parameters(), lr=0.1), model)
+        with raises(TraceError, "tracer=mm.Tracer()"):
+            model.step_picture(tmp_path / "step.svg")
+        with raises(TraceError, ".svg"):
+            model.step_picture(tmp_path / "step.png")
+        for _ in range(3):
+            model.train_step(x, target, optimizer=optimizer)
+        model.step_picture(tmp_path / "step.svg")
+
+    on_ranks("dp=3", main)
+    text = (tmp_path / "step.svg").read_text()
+    assert "Training step 3 on dp=3" in text
+    assert all(f"rank {rank}" in text for rank in range(3))
+    assert len(ET.fromstring(text).findall(".//{*}rect")) > 6

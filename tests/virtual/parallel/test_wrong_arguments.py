@@ -270,6 +270,7 @@ LEFT_OUT = {
     "Accumulation.train_step",
     "reduce_gradients",
     # Writes a file.
+    "DataParallel.step_picture",
     "PipelineParallel.step_picture",
 }
 
