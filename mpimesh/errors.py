@@ -313,6 +313,10 @@ def tell_missing(module: str, cure: Callable[[str], str]) -> None:
     """Have a module refuse a name that it has not with what stands for it.
 
     It is no ``def __getattr__`` in the module: type checkers would take every name then.
+
+    Args:
+        module: Its name.
+        cure: Gives for a name what to write instead.
     """
     owner: Any = sys.modules[module]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -388,18 +389,9 @@ class Batch:
                 f"{who}: the model has a ParallelOptimizer, which alone knows what its gradients "
                 f"are; give that as optimizer=, got {self.optimizer!r}"
             )
-        groups = getattr(self.optimizer, "param_groups", None)
-        held: Any = getattr(self.optimizer, "params", None)
-        if isinstance(groups, list):
-            held = [one for group in groups for one in group["params"]]
-        mine = [(one, getattr(one, "tensor", one)) for one in engine.buckets.parameters]
-        known = engine.optimizer is not None or not isinstance(held, list | tuple) or not mine
-        if not (known or any(one is each for one in held for pair in mine for each in pair)):
-            raise ModuleError(
-                f"{who}: the optimizer has {len(held)} parameters, and none of the {len(mine)} "
-                "that this model trains on this rank, so that nothing would change: make it of "
-                "model.parameters()"
-            )
+        if engine.optimizer is None and engine.checked_optimizer is not self.optimizer:
+            self._check_held(engine, who)
+            engine.checked_optimizer = self.optimizer
         done = getattr(self.optimizer, "steps", 0)
         if not engine.step and not engine.is_step_known and isinstance(done, int) and done:
             raise ModuleStateError(
@@ -411,6 +403,32 @@ class Batch:
             raise ModuleError(
                 f"{who}: a step under no_sync leaves gradients that are not summed over the "
                 "replicas; give optimizer= to the last of the steps only"
+            )
+
+    def _check_held(self, engine: TrainingEngine, who: str) -> None:
+        """Refuse an optimizer of another model, and warn of parameters that it leaves out."""
+        held: Any = getattr(self.optimizer, "params", None)
+        groups = getattr(self.optimizer, "param_groups", None)
+        if isinstance(groups, list):
+            held = [one for group in groups for one in group["params"]]
+        if not isinstance(held, list | tuple):
+            return
+        ids = {id(one) for one in held}
+        mine = engine.buckets.parameters
+        left = [one for one in mine if ids.isdisjoint((id(one), id(getattr(one, "tensor", one))))]
+        if mine and len(left) == len(mine):
+            raise ModuleError(
+                f"{who}: the optimizer has {len(held)} parameters, and none of the {len(mine)} "
+                "that this model trains on this rank, so that nothing would change: make it of "
+                "model.parameters()"
+            )
+        if left:
+            warnings.warn(
+                f"{who}: the optimizer leaves out {len(left)} of the {len(mine)} parameters that "
+                f"this model trains on this rank, such as {left[0]!r}, which stay as they are: "
+                "make it of model.parameters(), or freeze() what is not to be trained",
+                UserWarning,
+                stacklevel=2,
             )
 
     def _goal(self, engine: TrainingEngine) -> str | None:

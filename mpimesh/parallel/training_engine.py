@@ -118,6 +118,7 @@ class TrainingEngine:
     Attributes:
         step: Number of training steps done; what dropout draws depends on it.
         is_step_known: Whether `step` was set, or a step was done.
+        checked_optimizer: The optimizer whose parameters were looked at last.
         first_values: Whether no step has compared the parameters with those of other replicas since
             they were made or loaded.
         first_forward: Whether no step without training has compared the values of its batch.
@@ -171,6 +172,7 @@ class TrainingEngine:
             self.tracer.join(mesh.rank)
         self.step = 0
         self.is_step_known = False
+        self.checked_optimizer: object = None
         self.first_values = self.first_forward = True
         self.loss_share = 1.0
         self.trainer, self.loaded = Trainer(), ""

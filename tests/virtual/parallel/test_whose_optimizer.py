@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import mpimesh as mm
 from mpimesh import nn, optim
 from mpimesh.errors import ModuleError
 from tests.helpers.parallel_models import batch, on_ranks
-from tests.helpers.raises import raises
+from tests.helpers.raises import names, raises
 
 
 @pytest.mark.parametrize("dims", ["dp=1", "dp=2", "pp=2"])
@@ -36,6 +38,26 @@ def test_an_optimizer_that_would_change_nothing_is_refused_on_all_ranks(dims):
         return True
 
     assert all(on_ranks(dims, body))
+
+
+def test_parameters_that_an_optimizer_leaves_out_are_told_once():
+    def body(mesh):
+        layers = nn.Linear(6, 7), nn.Linear(7, 5)
+        options: Any = {"loss": nn.cross_entropy, "dtype": "float64"}
+        model = mm.DataParallel(nn.Sequential(*layers), mesh, **options)
+        optimizer = optim.SGD(layers[1].parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                model.train_step(*batch(0, 8), optimizer=optimizer)
+        (warning,) = told
+        names(str(warning.message), "2 of the 4", "weight", "freeze()")
+        layers[0].freeze()
+        again = mm.DataParallel(nn.Sequential(*layers), mesh, **options)
+        again.train_step(*batch(0, 8), optimizer=optim.SGD(layers[1].parameters(), lr=0.1))
+        return True
+
+    assert all(on_ranks("dp=1", body))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
