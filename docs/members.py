@@ -45,6 +45,7 @@ TASKS: dict[type, dict[str, str]] = {
         "A step": "train_step evaluate forward step num_microbatches zero_grad no_sync",
         "Parameters and their gradients": """parameters named_parameters gathered clip_grad_norm
             buckets rebuild_buckets tune_buckets""",
+        "Where the time goes": "step_picture",
         "State": "state_dict full_state_dict load_state_dict check_replicas",
         "The model": """inner module into_inner mesh num_replicas set_training is_training train
             eval""",

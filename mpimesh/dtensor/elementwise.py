@@ -456,7 +456,8 @@ def empty_like(
     """
     kind = prototype.dtype if dtype is None else np.dtype(dtype)
     # Truth values, for example, cannot be summands.
-    reduces = kind.kind in ("biuf" if prototype.layout.partial_op in ("min", "max") else "iufc")
+    op = prototype.layout.partial_op
+    reduces = kind.kind in {"min": "biuf", "max": "biuf", "mean": "fc"}.get(op or "", "iufc")
     specs: list[PlacementSpec] = [
         Replicate() if isinstance(spec, Partial) and not reduces else spec
         for spec in prototype.placement

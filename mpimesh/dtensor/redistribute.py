@@ -414,7 +414,9 @@ def _divide(stage: Stage, target: HostArray | None) -> HostArray | None:
         # What a block is filled with is no sum, and must go on changing nothing.
         boxes = [take.box for take in stage.regions.takes]
         for sums in [view(target, box) for box in boxes] if stage.fill else [target]:
-            np.divide(sums, stage.divisor, out=sums, casting="unsafe")
+            # By a real number: a complex one would make NaN of what is infinite.
+            for part in (sums.real, sums.imag) if sums.dtype.kind == "c" else (sums,):
+                np.divide(part, stage.divisor, out=part, casting="unsafe")
     return target
 
 

@@ -52,7 +52,7 @@ def test_parameters_that_an_optimizer_leaves_out_are_told_once():
                 model.train_step(*batch(0, 8), optimizer=optimizer)
         (warning,) = told
         names(str(warning.message), "2 of the 4", "weight", "freeze()")
-        layers[0].freeze()
+        layers = nn.Linear(6, 7).freeze(), nn.Linear(7, 5)
         again = mm.DataParallel(nn.Sequential(*layers), mesh, **options)
         again.train_step(*batch(0, 8), optimizer=optim.SGD(layers[1].parameters(), lr=0.1))
         return True
