@@ -38,10 +38,11 @@ class LeftCheckpointWarning(RuntimeWarning):
 def steps_in(folder: Path) -> list[int]:
     """Return the steps of the checkpoints in a folder, the oldest first. Local.
 
-    Only those that were committed; it may still turn out that a file of one is damaged.
+    Only those that were committed; it may still turn out that a file of one is damaged, or its
+    manifest.
     """
     try:
-        names = [each.name for each in folder.iterdir() if is_manifest(each / MANIFEST)]
+        names = [each.name for each in folder.iterdir() if (each / MANIFEST).is_file()]
     except FileNotFoundError:
         return []
     return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
@@ -267,7 +268,9 @@ class Checkpoints:
         """Remove the checkpoints that are too many, and set later ones aside. On the first rank."""
         if not self._is_first:
             return
-        later = self._known.intersection(step for step in self.steps if step > self._step)
+        # What has another manifest, or a lost one, is neither renamed nor counted.
+        ours = [step for step in self.steps if is_manifest(self.path(step) / MANIFEST)]
+        later = self._known.intersection(step for step in ours if step > self._step)
         self._known = {step for step in self._known if step <= self._step} | {self._step}
         for step in sorted(later):
             left = self._set_aside(step)
@@ -277,7 +280,7 @@ class Checkpoints:
                 LeftCheckpointWarning,
                 stacklevel=4,
             )
-        older = [step for step in self.steps if step < self._step]
+        older = [step for step in ours if step < self._step]
         extra = 0 if self.keep is None else max(0, len(older) + 1 - self.keep)
         for step in older[:extra]:
             with suppress(OSError):  # such as of a manifest that is damaged

@@ -175,7 +175,8 @@ def test_a_damaged_manifest_is_refused(train, tmp_path, capsys, damage):
     saved = tmp_path / "saved"
     command = ["--virtual", "2", *TINY, "--checkpoint", str(saved)]
     train(*command)
-    path = last_of(saved) / "manifest.json"
+    last = last_of(saved)
+    path = last / "manifest.json"
     text = path.read_bytes()
     changes = {
         "empty": b"",
@@ -184,7 +185,7 @@ def test_a_damaged_manifest_is_refused(train, tmp_path, capsys, damage):
         "another": b"{}",
     }
     if damage == "settings":  # whole, and of another program
-        mm.save(last_of(saved), {"step": 3})
+        mm.save(last, {"step": 3})
         words = ["settings"]
     else:
         path.write_bytes(changes[damage])
@@ -194,7 +195,7 @@ def test_a_damaged_manifest_is_refused(train, tmp_path, capsys, damage):
     assert code == 2
     error = capsys.readouterr().err
     assert "train_gpt.py: error: " in error
-    assert all(word in error for word in [str(last_of(saved)), *words]), error
+    assert all(word in error for word in [str(last), *words]), error
 
 
 @pytest.mark.deep
