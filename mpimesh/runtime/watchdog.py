@@ -85,7 +85,7 @@ _SILENT = "no answer (stopped, dead, or in a call that holds the interpreter)"
 _LONGEST_TRACEBACK = 4000
 
 _OTHERS_LATER_S = 60.0
-_KEPT_S = 2.0
+_KEPT_S = 0.5
 """Seconds for which a rank that has failed leaves it to all ranks to raise its error."""
 _SPEAKERS = 16
 """Ranks of the job from this one on say nothing: where they wait, one of the first does, too."""
@@ -435,7 +435,7 @@ class Watchdog:
             return
         waits_s = time.monotonic() - kept.since_s
         if is_of_another(kept.error):
-            show = waits_s > 2 * _KEPT_S  # the one where it began speaks first
+            show = waits_s > 8 * _KEPT_S  # the one where it began speaks first
         else:
             show = at_once or waits_s > _KEPT_S or self._channels.somebody_leaves()
         if show:

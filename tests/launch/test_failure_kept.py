@@ -96,7 +96,7 @@ def test_the_watchdog_ends_the_job(launch, fails, within):
 
 
 ENDS = {
-    "kill": "time.sleep(0.7); os.kill(os.getpid(), signal.SIGKILL)",
+    "kill": "time.sleep(1.5); os.kill(os.getpid(), signal.SIGKILL)",
     "exit": "time.sleep(0.7); sys.exit(3)",
     "raise": "time.sleep(0.7); 1 / 0",
 }
