@@ -160,7 +160,7 @@ def test_what_a_state_dict_has_comes_back_on_another_mesh(tmp_path_factory, seed
                     for name, values in plain(made[place].state_dict()).items()
                 }
             mesh.group().barrier()
-        assert mine
+        assert whole_state  # a stage of Dropout alone has none
         for name, values in mine.items():
             np.testing.assert_array_equal(values, wanted[name], err_msg=name)
         return whole_state
