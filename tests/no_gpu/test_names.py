@@ -22,6 +22,7 @@ _OF_THE_STAND_IN = {
     *("cuda.clock", "cuda.Stream.delay", "cuda.Stream.put", "cuda.Stream.step"),
     *("cuda.Event.record_now", "cuda.Event.interprocess", "cuda.runtime.opened"),
     *("cuda.runtime.closed", "cuda.runtime.raw", "cuda.runtime.peers", "cuda.nccl"),
+    *("cuda.runtime.open", "cuda.runtime.room", "cuda.runtime.refuse_if_open"),
     *("ndarray.on_host", "ndarray.block", "ndarray.library"),
 }
 
