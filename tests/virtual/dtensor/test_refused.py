@@ -113,8 +113,13 @@ def test_what_is_whole_or_gathered_takes_every_option(how):
         cases.append(case)
     refused: list[Case] = []
     assert problems(cases, refused.append) == []
-    # Results are cast into `out` by the rule "same_kind", where some functions of NumPy cast more.
-    assert [case for case in refused if "out=" not in case.text] == []
+    # Results are cast into `out` by the rule "same_kind", where some functions of NumPy cast more;
+    # and nothing is written into summands, gathered or not: they are to be summed up first.
+    assert [case for case in refused if "out=" not in case.text and not _writes(case)] == []
+
+
+def _writes(case: Case) -> bool:
+    return "then(x0" in case.text and "P" in case.operands[0].placement
 
 
 SPECIAL: list[Any] = [
