@@ -89,7 +89,7 @@ DESCRIPTOR = np.dtype(
         ("handle", np.uint8, 64),
     ]
 )
-"""Where an array lies: what another process needs to read it. `nbytes` is -1 where it cannot, and
+"""The place of an array, as another process needs it to read it. `nbytes` is -1 where it cannot,
 -2 if the rank has failed before it could publish it.
 
 `lasting` memory is never freed and may stay open. `device` is the GPU's number in that process.

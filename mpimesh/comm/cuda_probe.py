@@ -227,7 +227,7 @@ IN_NODE, BETWEEN_NODES = "in a node", "between nodes"
 
 
 KNOWN = np.dtype([("place", np.int64, 3), ("usable", np.bool_, 2), ("forced", np.bool_)])
-"""What a process knows about messages of device memory by MPI: its node, its GPU and how many it
+"""The facts of a process about messages of device memory by MPI: its node, its GPU and how many it
 sees; whether the proof is there in a node, and between nodes; whether both are the user's word."""
 
 

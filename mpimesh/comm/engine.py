@@ -343,7 +343,7 @@ _OFTEN: Sequence[tuple[()]] = ((),) * 6
 _AWAKE: Sequence[tuple[()]] = ((),) * 20
 """So many more tests after a nap: MPICH moves collectives that are under way by a step in each."""
 _QUICK_S = 2e-4
-"""Where a test takes longer, one follows a nap, so that a wait sleeps a third of its time."""
+"""A test that takes longer is done once after a nap, so that a wait sleeps a third of its time."""
 
 _YIELD_S = 1e-3
 _NAP_SHARE = 0.1

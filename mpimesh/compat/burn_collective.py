@@ -258,7 +258,7 @@ def _refuse(what: str, value: object) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class _Peers:
-    """What a registered group goes by: its configuration, and with ways over nodes two groups."""
+    """The configuration of a registered group; with strategies over nodes two groups more."""
 
     config: CollectiveConfig
     node_of: tuple[int, ...]

@@ -95,7 +95,7 @@ class DTensor(Methods):
     __slots__ = ("__weakref__", "_block", "_dtype", "_layout", "_mesh", "_origin", "_shape")
 
     _origin: str
-    """Which of the batches of :class:`~mpimesh.data.Batches` it is; unset if it is none."""
+    """The batch of :class:`~mpimesh.data.Batches` that it is, as text; unset if it is none."""
 
     def __init__(
         self,
@@ -566,7 +566,7 @@ _CURES = (
     "mm.distribute(a, mesh, 'R')[x] for a[x], x[mm.Random(0).permutation(len(x))] for a random "
     "order; a function of another library goes through mm.local_map"
 )
-"""What stands for calls of NumPy that ask for an array before a split one can answer."""
+"""Replacements of calls by which NumPy asks for an array before a split one can answer."""
 
 
 def _check_out(x: DTensor, goal: DeviceMesh, target: Layout, out: Any) -> None:

@@ -33,6 +33,7 @@ from mpimesh.dtensor.run import (
     implements_anew,
     implements_by_name,
     moved_to,
+    plain_values,
     row_of,
     whole_key,
 )
@@ -250,6 +251,10 @@ def compress(condition: Any, a: Any, axis: Any = None) -> DTensor:
     if flags.ndim != 1:
         raise ShapeError(f"a condition has one axis, got shape {flags.shape}")
     if flags.shape[0] > length:
+        if 0 in x.shape[:which] + x.shape[which + 1 :]:  # NumPy looks at no element then
+            require_member(x)
+            none = np.compress(plain_values(flags), np.empty(x.shape, x.dtype), axis=which)
+            return as_tensor(none, x.mesh)
         beyond = pick_along(flags, {0: range(length, flags.shape[0])}, name="compress")
         if bool(sure_rule_of(np.any)(beyond)):
             raise IndexOutOfRangeError.everywhere(

@@ -1,4 +1,4 @@
-"""Which functions may work on summands: `Partial` operands, of which the result then is one, too.
+"""The functions that may work on `Partial` operands as they are, and give a `Partial` result.
 
 A function is linear in an operand for a reduction, if it is the same to reduce before or after it,
 whatever the other operands hold, infinities and NaN, too: so a product of floats is linear only in

@@ -61,12 +61,12 @@ __all__ = [
     "moved_to",
     "on_stacks",
     "operand_of",
+    "plain_values",
     "reduced_anywhere",
     "row_of",
     "run",
     "shape_of",
     "store",
-    "table_of",
     "whole_key",
 ]
 
@@ -210,7 +210,7 @@ def whole_key(key: Any) -> Any:
     return whole_of(key) if isinstance(key, DTensor) else key
 
 
-def table_of(x: Any) -> Any:
+def plain_values(x: Any) -> Any:
     """Return a plain array in place of a split one, whose values no layout depends on. Collective.
 
     Ranks that are not in the mesh get zeros: their work has no elements.

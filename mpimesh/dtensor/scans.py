@@ -31,7 +31,7 @@ from mpimesh.dtensor.run import (
     implements_by_name,
     moved_to,
     on_stacks,
-    table_of,
+    plain_values,
 )
 from mpimesh.errors import DTypeError, ShapeError
 from mpimesh.layout import Layout, Placement, Shard
@@ -318,7 +318,7 @@ def gradient(f: Any, *varargs: Any, axis: Any = None, edge_order: Any = 1) -> An
         Along a split axis each rank gets two elements of each line from both sides.
     """
     axes = range(f.ndim) if axis is None else axes_of(axis, f.ndim)
-    steps = [table_of(one) for one in varargs]
+    steps = [plain_values(one) for one in varargs]
     if len(steps) == 1 and np.ndim(steps[0]) == 0:
         steps *= len(axes)
     steps = steps or [1.0] * len(axes)
@@ -380,7 +380,7 @@ def convolve(a: Any, v: Any, mode: Any = "full") -> DTensor:
         "same": ((count - 1) // 2, length),
         "valid": (count - 1, length - count + 1),
     }[mode]
-    row = table_of(kernel)
+    row = plain_values(kernel)
     kind = np.convolve(np.zeros(1, x.dtype), np.zeros(1, row.dtype)).dtype
     # What goes with each element of `x`; the last one of all has the tail.
     x, wide, low = _with_neighbours(x, 0, count - 1, count - 1)

@@ -22,7 +22,7 @@ from mpimesh.dtensor.run import (
     as_tensors,
     implements_by_name,
     moved_to,
-    table_of,
+    plain_values,
 )
 from mpimesh.errors import AxisError, IndexOutOfRangeError, ShapeError
 from mpimesh.layout import Layout, Placement, PlacementSpec, Shard
@@ -335,7 +335,7 @@ def searchsorted(a: Any, v: Any, side: Any = "left") -> DTensor:
     mesh = common_mesh([a, v])
     if np.ndim(a) != 1 or side not in ("left", "right"):
         raise AxisError(f"np.searchsorted takes a sorted row, and side left or right; got {side!r}")
-    row = np.asarray(table_of(a))
+    row = np.asarray(plain_values(a))
     values = reduced(as_tensor(v, mesh))
     block: HostArray | None = None
     if values.is_member:

@@ -26,9 +26,9 @@ from mpimesh.dtensor.run import (
     as_tensor,
     axes_of,
     implements_by_name,
+    plain_values,
     reduced_anywhere,
     shape_of,
-    table_of,
 )
 from mpimesh.errors import DTypeError, ShapeError
 
@@ -165,7 +165,7 @@ def average(
 
 def _along(w: Any, axes: Sequence[int], ndim: int) -> Any:
     """Return the axes of weights as those axes of an array of `ndim` axes, on all ranks."""
-    whole = table_of(w) if isinstance(w, DTensor) else w
+    whole = plain_values(w) if isinstance(w, DTensor) else w
     turned = whole.transpose(np.argsort(axes))
     return np.expand_dims(turned, [axis for axis in range(ndim) if axis not in axes])
 
@@ -184,10 +184,10 @@ def _quantile(function: Callable[..., Any]) -> None:
         weights: Any = None,
         overwrite_input: bool = False,
     ) -> DTensor:
-        levels = table_of(q)
+        levels = plain_values(q)
         options: dict[str, Any] = {"method": method, "keepdims": keepdims}
-        if not a.size and function in (np.nanquantile, np.nanpercentile):
-            # NumPy's answer to no elements at all is of another shape.
+        if not a.size and (weights is None or function in (np.nanquantile, np.nanpercentile)):
+            # NumPy's answer to no elements at all is an error, or of another shape.
             none = function(np.empty(a.shape, a.dtype), levels, axis=axis, **options)
             return as_tensor(none, a.mesh)
         probe = np.ones((1,) * a.ndim, a.dtype)
@@ -203,7 +203,7 @@ def _quantile(function: Callable[..., Any]) -> None:
                 if bool(np.any(np.less(weights, 0))):  # on one rank, perhaps
                     raise ShapeError.everywhere("weights of quantiles are not negative")
             elif shape_of(weights) == tuple(a.shape[axis] for axis in axes):
-                axis_weights = table_of(weights)
+                axis_weights = plain_values(weights)
             else:
                 raise ShapeError.everywhere(
                     f"weights of shape {shape_of(weights)} fit neither the shape {a.shape} nor "

@@ -18,10 +18,10 @@ from mpimesh.dtensor.run import (
     as_tensors,
     implements_anew,
     implements_by_name,
+    plain_values,
     reduced_anywhere,
     run,
     shape_of,
-    table_of,
     whole_key,
 )
 from mpimesh.errors import DTypeError, NoRuleError, ShapeError
@@ -262,7 +262,7 @@ def _each(function: Callable[..., Any], operands: Sequence[Any], *, refuses: boo
 @implements(np.digitize)
 def digitize(x: Any, bins: Any, right: bool = False) -> Any:
     """Return in which bin each element is, laid out as `x`. Split bins are gathered."""
-    edges = table_of(bins)
+    edges = plain_values(bins)
     return blockwise(
         lambda block: np.digitize(block, edges, right), as_tensors([x, bins])[:1], refuses=False
     )
@@ -273,7 +273,7 @@ def interp(
     x: Any, xp: Any, fp: Any, left: Any = None, right: Any = None, period: Any = None
 ) -> Any:
     """Interpolate between the points of a table, laid out as `x`. A split table is gathered."""
-    known, values = table_of(xp), table_of(fp)
+    known, values = plain_values(xp), plain_values(fp)
     return blockwise(
         lambda block: np.interp(block, known, values, left, right, period),
         as_tensors([x, xp, fp])[:1],
@@ -284,7 +284,7 @@ def interp(
 @implements(np.polyval)
 def polyval(p: Any, x: Any) -> Any:
     """Return the values of a polynomial, laid out as `x`. Split coefficients are gathered."""
-    coefficients = table_of(p)
+    coefficients = plain_values(p)
     return blockwise(
         lambda block: np.polyval(coefficients, block), as_tensors([x, p])[:1], refuses=False
     )

@@ -18,7 +18,7 @@ from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.picking import pick_along, regrown, true_anywhere
 from mpimesh.dtensor.redistribute import identity_of
 from mpimesh.dtensor.reshape import broadcast_to, expand_dims, reshape, row_along, squeeze
-from mpimesh.dtensor.run import as_tensor, moved_to, table_of, whole_key
+from mpimesh.dtensor.run import as_tensor, moved_to, plain_values, whole_key
 from mpimesh.errors import (
     DTypeError,
     IndexOutOfRangeError,
@@ -64,7 +64,7 @@ def set_item(x: DTensor, key: Any, value: Any) -> None:
         raise IndexOutOfRangeError(f"a mask of shape {key.shape} does not fit shape {x.shape}")
     read = read_key(whole_key(key), x.shape)
     if read.arrays:
-        _scatter(x, read, elements_for(x, table_of(value)))
+        _scatter(x, read, elements_for(x, plain_values(value)))
     elif isinstance(value, DTensor):
         _put_split(x, read, split_elements(x, as_tensor(value, x.mesh)))
     else:
@@ -282,7 +282,7 @@ def put(a: Any, ind: Any, v: Any, mode: str = "raise") -> None:
         raise IndexOutOfRangeError.everywhere(
             f"a place of {places} is out of bounds for {x.size} elements"
         )
-    values = np.ravel(elements_for(x, table_of(v)))
+    values = np.ravel(elements_for(x, plain_values(v)))
     if not places.size or not values.size:
         return
     written = values if len(values) == 1 else np.resize(values, places.size)
@@ -310,7 +310,7 @@ def putmask(a: Any, /, mask: Any, values: Any) -> None:
         if x.is_member:
             np.putmask(x.local, flags.local, chosen.local)
         return
-    row = np.ravel(elements_for(x, table_of(values)))
+    row = np.ravel(elements_for(x, plain_values(values)))
     if x.is_member and row.size:
         if not x.ndim:
             np.putmask(x.local, flags.local, row)
@@ -386,7 +386,7 @@ def insert(arr: Any, obj: Any, values: Any, axis: Any = None) -> DTensor:
     mesh = common_mesh([arr, obj, values])
     x = reduced(as_tensor(arr, mesh))
     x, which = row_along(x, axis if axis is None else normal_axis(axis, x.ndim))
-    where, new_values = whole_key(obj), elements_for(x, table_of(values))
+    where, new_values = whole_key(obj), elements_for(x, plain_values(values))
     length = x.shape[which]
     none = np.empty((*x.shape[:which], 0, *x.shape[which + 1 :]), x.dtype)
     try:

@@ -1,4 +1,4 @@
-"""What the ranks of a model compare beside its batch with ``MPIMESH_CHECKS`` on.
+"""Comparison of what the ranks of a model have beside its batch, with ``MPIMESH_CHECKS`` on.
 
 The options of its layers when it is made; and with each step by what each rank trains, by what it
 divides the loss, which batch it was given, and which states it has loaded. Replicas are compared by

@@ -13,7 +13,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.parallel import PipelineParallel, PipelineStage
+from mpimesh.parallel import DataParallel, PipelineParallel, PipelineStage
 
 SEED = 3
 FEATURES = 6
@@ -228,6 +228,12 @@ STAGE = [1]
 def zero_optimizer(optimizer, model, **options):
     """Let the replicas divide what the stage of the test says."""
     return mm.ParallelOptimizer(optimizer, model, zero=STAGE[0], **options)
+
+
+def make_replicas(mesh: Any, **options: Any) -> DataParallel:
+    """Return the classifier on replicas, in float64 and with its loss unless options say else."""
+    options = {"loss": nn.cross_entropy, "seed": SEED, "dtype": "float64", **options}
+    return DataParallel(nn.Sequential(layers()), mesh, **options)
 
 
 def check_replicas_train_like_one(

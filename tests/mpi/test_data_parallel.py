@@ -17,28 +17,24 @@ from tests.helpers.parallel_models import (
     batch,
     check_replicas_train_like_one,
     layers,
+    make_replicas,
     train_alone,
 )
 from tests.helpers.parallel_traps import Trap, error_of
 from tests.helpers.raises import names, raises
 
 
-def make(mesh, **options):
-    options = {"loss": nn.cross_entropy, "seed": SEED, "dtype": "float64", **options}
-    return DataParallel(nn.Sequential(layers()), mesh, **options)
-
-
 @pytest.mark.parametrize("rows", [13, 2])
 def test_it_trains_like_one(comm, rows):
     with mm.DeviceMesh(f"dp={comm.size}", comm) as mesh:
-        check_replicas_train_like_one(make(mesh, bucket_bytes=300), rows)
+        check_replicas_train_like_one(make_replicas(mesh, bucket_bytes=300), rows)
 
 
 @pytest.mark.parametrize("kind", ["local", "split"])
 def test_each_rank_gives_its_own_rows(comm, kind):
     """The first rank one, the last the rest, those between none."""
     with mm.DeviceMesh(f"dp={comm.size}", comm) as mesh:
-        model = make(mesh)
+        model = make_replicas(mesh)
         last = mesh.rank == mesh.size - 1
         mine = slice(0 if mesh.size == 1 else min(mesh.rank, 1), 13 if last else 1)
 

@@ -28,6 +28,7 @@ from tests.helpers.parallel_models import (
     cut,
     layers,
     make_pipeline,
+    make_replicas,
     on_ranks,
     train_alone,
 )
@@ -35,17 +36,12 @@ from tests.helpers.parallel_traps import Trap, error_of
 from tests.helpers.raises import names, raises
 
 
-def make(mesh, **options):
-    options = {"loss": nn.cross_entropy, "seed": SEED, "dtype": "float64", **options}
-    return DataParallel(nn.Sequential(layers()), mesh, **options)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("rows", [13, 2])
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_it_trains_like_one(size, rows, num_microbatches):
     def body(mesh):
-        model = make(mesh, num_microbatches=num_microbatches, bucket_bytes=300)
+        model = make_replicas(mesh, num_microbatches=num_microbatches, bucket_bytes=300)
         check_replicas_train_like_one(model, rows)
 
     on_ranks(f"dp={size}", body, rendezvous=True)
@@ -136,7 +132,7 @@ def test_what_was_given_back_is_trained_no_more():
     """It trained on, each rank its own copy, without a reduction."""
 
     def body(mesh):
-        model = make(mesh)
+        model = make_replicas(mesh)
         optimizer = mm.ParallelOptimizer(optim.SGD(model.parameters(), lr=0.1), model)
         x, target = batch(0, 8)
         model.train_step(x, target, optimizer=optimizer)
@@ -164,7 +160,7 @@ def test_what_was_given_back_is_trained_no_more():
                 call()
         for one, values in zip(inner.parameters(), before, strict=True):
             assert np.array_equal(one.data, values)
-        assert make(mesh).train_step(x, target) > 0
+        assert make_replicas(mesh).train_step(x, target) > 0
 
     on_ranks("dp=2", body)
 
@@ -173,8 +169,8 @@ def test_a_mesh_without_the_dim_is_told_what_to_do():
     def body(mesh):
         for dim in ("dp", "data"):
             with raises(UnknownNameError, repr(dim), "x=2", "dim="):
-                make(mesh, dim=dim)
-        assert make(mesh, dim="x").num_replicas == 2
+                make_replicas(mesh, dim=dim)
+        assert make_replicas(mesh, dim="x").num_replicas == 2
         with raises(ScheduleError, "'pp'", "x=2", "dim="):
             make_pipeline(mesh, stages=cut(2))
         with raises(UnknownNameError, "'stages'", "x=2", "dim="):
@@ -213,7 +209,7 @@ def test_a_state_that_is_no_real_numbers_changes_nothing(wrong):
     """The imaginary parts were dropped."""
 
     def body(mesh):
-        model = make(mesh)
+        model = make_replicas(mesh)
         state = model.full_state_dict()
         name = next(iter(state))
         odd = np.full(state[name].shape, wrong)
@@ -227,8 +223,8 @@ def test_a_state_that_is_no_real_numbers_changes_nothing(wrong):
 def test_a_wrong_option_on_one_rank_is_raised_on_all():
     def body(mesh):
         with raises(MismatchError, "rank 1", "ModuleError"):
-            make(mesh, bucket_bytes=float("nan") if mesh.rank else 1000)
-        assert make(mesh).train_step(*batch(0, 8)) > 0
+            make_replicas(mesh, bucket_bytes=float("nan") if mesh.rank else 1000)
+        assert make_replicas(mesh).train_step(*batch(0, 8)) > 0
 
     on_ranks("dp=2", body)
 
@@ -285,7 +281,7 @@ def test_replicas_that_are_given_their_own_shares_only(monkeypatch):
     def body(mesh):
         x, target = batch(0, 12)
         mine = slice(4 * mesh.rank, 4 * mesh.rank + 4)
-        model = make(mesh)
+        model = make_replicas(mesh)
         error = error_of(lambda: model.train_step(x[mine], target[mine]))
         assert type(error) is MismatchError
         assert error.agreed
@@ -338,7 +334,7 @@ def test_a_state_fits_any_mesh():
         return pipe.train_step(*batch(1, 8), loss=nn.cross_entropy)
 
     def load_data_parallel(mesh):
-        model = make(mesh)
+        model = make_replicas(mesh)
         model.load_state_dict(states[0])
         return model.train_step(*batch(1, 8))
 
@@ -349,7 +345,7 @@ def test_a_state_fits_any_mesh():
 def test_the_trace_shows_forward_backward_and_reduction():
     def body(mesh):
         tracer = mm.Tracer(mesh.rank)
-        model = make(mesh, tracer=tracer)
+        model = make_replicas(mesh, tracer=tracer)
         model.train_step(*batch(0, 8))
         return {event.category for event in tracer.events()}
 
