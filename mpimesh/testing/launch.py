@@ -130,7 +130,7 @@ def launch(
             the arguments after ``python``.
         folder: An existing, empty folder of this launch alone: the ranks' working
             directory, which also gets the outputs and the temporary files.
-        env: Variables to add to this process's environment.
+        env: Variables to add to this process's environment, of which PYTHONUNBUFFERED is left out.
         timeout_s: Limit in seconds, after which all its processes are killed.
         launcher: Command that the interpreter is appended to, for instance
             ``["srun", "-n", "4"]``; ``mpiexec -n nprocs`` if None.
@@ -150,6 +150,8 @@ def launch(
         **mpiexec_environment(),
         "PYTHONPATH": os.pathsep.join(paths),
         "TMPDIR": str(folder / "tmp"),
+        # Else print() writes its arguments one by one, and lines of several ranks mix.
+        "PYTHONUNBUFFERED": "",
         _MARK: mark,
         **(env or {}),
     }

@@ -28,6 +28,21 @@ def test_ranks_environment_and_exit_code(launch):
     assert result.strays == ()
 
 
+def test_lines_of_several_ranks_are_whole(launch, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # as in many containers
+    program = """
+        import sys
+        from mpi4py import MPI
+        for _ in range(20):
+            MPI.COMM_WORLD.Barrier()
+            print("one", 2, "three", flush=True)
+            print("four", 5, "six", file=sys.stderr)
+        """
+    result = launch(3, program)
+    assert result.stdout.splitlines() == ["one 2 three"] * 60, str(result)
+    assert result.stderr.splitlines() == ["four 5 six"] * 60, str(result)
+
+
 def test_arguments_and_files(launch, tmp_path):
     script = tmp_path / "hello.py"
     script.write_text("print('from a file')")

@@ -49,6 +49,8 @@ class Slurm:
             # Over UCX, MPICH starts by sending 4 KiB of its memory by PMI, and Slurm's PMI-2 cuts
             # long lines: whether a job starts depends on what lay there. Over OFI it is 16 bytes.
             "MPIR_CVAR_CH4_NETMOD": "ofi",
+            # Else print() writes its arguments one by one, and lines of several ranks mix.
+            "PYTHONUNBUFFERED": "",
         }
 
     def __enter__(self) -> Slurm:
