@@ -154,7 +154,8 @@ def _console(launch: Launch) -> Console:
 def run_clean(*, as_json: bool, dry_run: bool) -> None:
     """Remove what aborted MPI jobs have left in /dev/shm, and say what. Starts no MPI.
 
-    Under a launcher one rank of each node does it.
+    What may be something else is left, and told with the reason. Under a launcher one rank of each
+    node does it.
 
     Args:
         as_json: Write one JSON object.
@@ -164,13 +165,21 @@ def run_clean(*, as_json: bool, dry_run: bool) -> None:
     if launch.local_rank:
         return
     found = find_leftovers()
-    gone = found if dry_run else remove(found)
+    doubtful = [one for one in found if one.doubt]
+    gone = [one for one in found if not one.doubt] if dry_run else remove(found)
     total = sum(one.nbytes for one in gone)
     if as_json:
-        fields = {"removed": not dry_run, "bytes": total, "files": [one.path for one in gone]}
+        fields = {
+            "removed": not dry_run,
+            "bytes": total,
+            "files": [one.path for one in gone],
+            "left": {one.path: one.doubt for one in doubtful},
+        }
         sys.stdout.write(json.dumps(fields, indent=1) + "\n")
         return
     where = f"{launch.node}: " if launch.node else ""
+    for one in doubtful:
+        sys.stdout.write(f"{where}{one.path} left: {one.doubt}\n")
     for one in gone:
         sys.stdout.write(f"{where}{one.path} {size_text(one.nbytes)}\n")
     did = "would remove" if dry_run else "removed"

@@ -61,7 +61,7 @@ def examine(at: Callable[[str], None], *, fresh: bool = False) -> Diagnosis:
         fresh: Forget first what earlier jobs have measured and proven.
     """
     launch, software = Launch.detect(), find_software()
-    leftovers = find_leftovers()
+    leftovers = tuple(one for one in find_leftovers() if not one.doubt)
     at("looking for CUDA")
     cuda = find_cuda()
     at("starting MPI")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import socket
 import stat
 import sys
@@ -337,38 +338,45 @@ def find_shm(folder: Path) -> Shm:
 # MPI's libraries put the memory that ranks of a node share into files there, and remove them once
 # all ranks have opened them, or at the end. A job that is aborted leaves them behind: 1 to 16 MB
 # for each rank. mpimesh's own shared memory has no name.
-_PATTERNS = (
-    "mpich_shm_*",
-    "sm_segment.*",  # Open MPI 5
-    "vader_segment.*",  # Open MPI 2 to 4
-    "psm_shm.*",
-    "psm2_shm.*",
-    "psm3_shm.*",
+_LIKE_MPI = re.compile(r"mpich_(shm|vci)_|sm_segment\.|vader_segment\.|psm[23]?_shm\.")
+_MPI_NAMES = (
+    r"mpich_(shm|vci)_[0-9a-f]{1,8}_\d{1,9}",
+    r"sm_segment\.[\w.-]+\.{uid}\.[0-9a-f]{1,8}\.\d{1,9}",  # Open MPI 5: node, user, job, rank
+    r"vader_segment\.[\w.-]+(\.{uid})?\.[0-9a-f]{1,8}\.\d{1,9}",  # Open MPI 4: some without user
+    r"psm_shm\.[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+    r"psm[23]_shm\.{uid}([0-9a-f]{16}|\.[0-9a-f:]+\.)\d{1,10}",
 )
+"""How they write the names, with the user's number for uid."""
+_MPI_MODE = 0o600
 _YOUNG_S = 60.0
 """Younger files may be of a rank that is about to open them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A file that nobody uses.
+    """A file with a name like those of MPI's.
 
     Attributes:
         path: Where it is.
         nbytes: What it takes.
+        doubt: Why it may be something else than a dead job's; "" if nothing speaks for that.
+        key: Its device and number there.
     """
 
     path: str
     nbytes: int
+    doubt: str = ""
+    key: tuple[int, int] = (0, 0)
 
 
 def find_leftovers(
     folder: Path = SHM, proc: Path = Path("/proc"), *, now_s: float | None = None
 ) -> tuple[Leftover, ...]:
-    """Return MPI's files of this user in `folder` that no process maps or has open.
+    """Return this user's files in `folder` with names like MPI's, and what is in doubt of each.
 
-    Processes in other containers that share the folder cannot be seen: do not clean while they
-    run MPI.
+    A dead job's file is an ordinary one with a name, a mode and an age as MPI's, which no process
+    maps or has open. Processes in other containers that share the folder cannot be seen: do not
+    clean while they run MPI.
 
     Args:
         folder: Where to look.
@@ -376,45 +384,90 @@ def find_leftovers(
         now_s: The time now, by :func:`time.time`.
     """
     now_s = time.time() if now_s is None else now_s
-    found = {}
-    for pattern in _PATTERNS:
-        for path in folder.glob(pattern):
-            with suppress(OSError):
-                facts = path.lstat()
-                old = now_s - max(facts.st_mtime, facts.st_ctime) > _YOUNG_S
-                if facts.st_uid == os.geteuid() and old and stat.S_ISREG(facts.st_mode):
-                    found[str(path)] = Leftover(str(path), facts.st_blocks * 512)
-    if found:
-        for used in _files_in_use(proc):
-            found.pop(used, None)
-    return tuple(found[path] for path in sorted(found))
+    try:
+        names = sorted(one.name for one in folder.iterdir() if _LIKE_MPI.match(one.name))
+    except OSError:
+        return ()
+    used, hidden = _files_in_use(proc) if names else ({}, None)
+    found = []
+    for name in names:
+        path = str(folder / name)
+        with suppress(OSError):  # it is gone by now
+            facts = os.lstat(path)
+            if facts.st_uid == os.geteuid():
+                key = facts.st_dev, facts.st_ino
+                doubt = _doubt(name, facts, now_s)
+                process = used.get(path, used.get(key, hidden))
+                if not doubt and process is not None:
+                    doubt = f"process {process} uses it"
+                    if process == hidden:
+                        doubt = f"process {process}, which may not be looked at, may use it"
+                found.append(Leftover(path, facts.st_blocks * 512, doubt, key))
+    return tuple(found)
+
+
+def _doubt(name: str, facts: os.stat_result, now_s: float) -> str:
+    if not stat.S_ISREG(facts.st_mode):
+        return "it is no ordinary file"
+    uid = str(os.geteuid())
+    if not any(re.fullmatch(each.replace("{uid}", uid), name, re.ASCII) for each in _MPI_NAMES):
+        return "its name is not quite as MPI writes it"
+    mode = stat.S_IMODE(facts.st_mode)
+    if mode != _MPI_MODE or facts.st_nlink != 1:
+        return f"MPI's files have mode 600 and one name; this has {mode:o} and {facts.st_nlink}"
+    if now_s - max(facts.st_mtime, facts.st_ctime) <= _YOUNG_S:
+        return "it is younger than a minute"
+    return ""
 
 
 def remove(leftovers: Iterable[Leftover]) -> tuple[Leftover, ...]:
-    """Remove the files, and return those that this call has removed."""
+    """Remove those files that are not in doubt, and return those that this call has removed."""
     removed = []
     for leftover in leftovers:
         with suppress(OSError):  # such as another rank's doctor was faster
-            Path(leftover.path).unlink()
-            removed.append(leftover)
+            facts = os.lstat(leftover.path)
+            if not leftover.doubt and leftover.key == (facts.st_dev, facts.st_ino):
+                Path(leftover.path).unlink()
+                removed.append(leftover)
     return tuple(removed)
 
 
-def _files_in_use(proc: Path) -> Iterable[str]:
-    """Yield the paths that any process maps or has open, as far as this user may look."""
+def _files_in_use(proc: Path) -> tuple[dict[str | tuple[int, int], str], str | None]:
+    """Return which process has a file mapped or open, by the file's path, and by its key.
+
+    And one of this user's that has shared memory and may not be looked at, if there is one.
+    """
+    used: dict[str | tuple[int, int], str] = {}
+    hidden = None
     for process in proc.iterdir():
-        if not process.name.isdecimal():
+        pid = process.name
+        if not pid.isdecimal():
             continue
-        # A process may vanish while it is looked at, and others' are not ours to read.
-        with suppress(OSError):
+        try:
             for line in (process / "maps").read_text(errors="replace").splitlines():
                 words = line.split(maxsplit=5)
-                if len(words) == 6:
-                    yield words[5].removesuffix(" (deleted)")
-        with suppress(OSError):
+                if len(words) == 6 and words[4] != "0":
+                    major, minor = (int(part, 16) for part in words[3].split(":"))
+                    used[os.makedev(major, minor), int(words[4])] = pid
+                    used[words[5].removesuffix(" (deleted)")] = pid
             for descriptor in (process / "fd").iterdir():
                 with suppress(OSError):
-                    yield str(descriptor.readlink())
+                    used[str(descriptor.readlink())] = pid
+                    facts = descriptor.stat()
+                    used[facts.st_dev, facts.st_ino] = pid
+        except PermissionError:
+            with suppress(OSError):  # others may not open a file of mode 600
+                status = (process / "status").read_text(errors="replace")
+                owner, shared = (
+                    re.search(rf"^{name}:\s+(\d+)", status, re.MULTILINE)
+                    for name in ("Uid", "RssShmem")
+                )
+                own = owner is not None and int(owner[1]) == os.geteuid()
+                if own and (shared is None or int(shared[1])):
+                    hidden = pid
+        except OSError:  # it has ended meanwhile
+            pass
+    return used, hidden
 
 
 # -- all of them -----------------------------------------------------------------------------------
