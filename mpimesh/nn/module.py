@@ -347,13 +347,18 @@ class Module(ABC):
             parameter.zero_grad()
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the values of parameters and buffers by name: the live arrays, not copies.
+        """Return copies of the values of parameters and buffers, by name.
+
+        What happens to the module later does not change them, nor the other way round. Where there
+        is no room for copies, :func:`mpimesh.save` needs none, and ``parameter.value()`` is the
+        memory itself.
 
         Raises:
             ModuleStateError: If a parameter has no memory yet.
         """
         values = {name: parameter.value() for name, parameter in self.named_parameters()}
-        return values | {name: buffer.value() for name, buffer in self.named_buffers()}
+        values |= {name: buffer.value() for name, buffer in self.named_buffers()}
+        return {name: array.copy() for name, array in values.items()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Copy values into the memory of parameters and buffers; all or, on an error, none.

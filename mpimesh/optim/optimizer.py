@@ -1,12 +1,11 @@
 """The optimizers: their state, memory and walk over the parameters; SGD, Adam and AdamW.
 
-An optimizer changes parameters in place. Its state is allocated once, at the
-first step of each parameter, and a step goes over a parameter in blocks, so
-that nothing of a parameter's size is allocated while training.
+An optimizer changes parameters in place. Its state is allocated once, at the first step of each
+parameter, and a step goes over a parameter in blocks, so that nothing of a parameter's size is
+allocated while training.
 
-Parameters without a gradient (``grad is None``) and frozen ones are skipped: no
-decay, no momentum, no count of the step. Gradient memory that a data-parallel
-bucket attached counts as a gradient, on each of its ranks alike.
+Parameters without a gradient (``grad is None``) and frozen ones are skipped: no decay, no momentum,
+no count of the step. Gradient memory that a data-parallel bucket attached counts as a gradient.
 
 Parameters of fewer than 32 bits have float32 state, and with it their values in float32, the
 *master* values: steps change those, so that changes too small for the parameter's own dtype add up,
@@ -129,8 +128,7 @@ class Optimizer(ABC):
 
     @lr.setter
     def lr(self, value: float) -> None:
-        # A float of Python, never of NumPy, which would widen float32 arithmetic.
-        self._lr = check_number("lr", value)
+        self._lr = check_number("lr", value)  # Python's float: NumPy's would widen float32
 
     @property
     def steps(self) -> int:
@@ -220,15 +218,20 @@ class Optimizer(ABC):
             parameter.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return numbers and state: dicts, lists, numbers, and the live arrays.
+        """Return numbers and state: dicts, lists, numbers, and copies of the arrays.
 
         ``{"optimizer": "Adam", "lr": 0.001, ..., "params": [{"steps": 3, "mean": array, ...}]}``;
-        a parameter that had no step yet has ``{"steps": 0}``.
+        ``{"steps": 0}`` of a parameter without a step. :func:`mpimesh.save` needs no copies.
         """
-        params: list[dict[str, Any]] = []
-        for place in range(len(self.params)):
-            slot = self._slots.get(place)
-            params.append({"steps": 0} if slot is None else {"steps": slot.steps, **slot.arrays})
+        state = self.live_state()
+        for own in state["params"]:
+            own.update({name: own[name].copy() for name in own.keys() - {"steps"}})
+        return state
+
+    def live_state(self) -> dict[str, Any]:
+        """Return what :meth:`state_dict` does, but the arrays that steps change, not copies."""
+        slots = [self._slots.get(place) or _Slot({}) for place in range(len(self.params))]
+        params = [{"steps": slot.steps, **slot.arrays} for slot in slots]
         numbers = {name: getattr(self, name) for name in self.numbers}
         return {"optimizer": type(self).__name__, **numbers, "params": params}
 
@@ -282,7 +285,7 @@ class Optimizer(ABC):
 
         Here the rate and the weight decay are checked; a subclass checks what else it has.
         """
-        plain = [name for name in ("lr", "weight_decay") if name in numbers]
+        plain = {"lr", "weight_decay"} & numbers.keys()
         return {**numbers, **{name: check_number(name, numbers[name]) for name in plain}}
 
     def _set_numbers(self, numbers: Mapping[str, Any]) -> None:

@@ -360,17 +360,18 @@ class ParallelModel(ABC):
     # -- local -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the values of this rank's parameters and buffers, by name. Local.
+        """Return copies of the values of this rank's parameters and buffers, by name. Local.
 
-        The live arrays, not copies, as :meth:`mpimesh.nn.Module.state_dict`. Where each rank has
-        the whole model, as in a :class:`DataParallel` without split layers, it is the whole state.
-        Names are those in the whole model.
+        As :meth:`mpimesh.nn.Module.state_dict`, which says what to do where there is no room for
+        them. Where each rank has the whole model, as in a :class:`DataParallel` without split
+        layers, it is the whole state. Names are those in the whole model.
         Ranks of a pipeline have those of their stages, and of a split parameter their block:
         :meth:`full_state_dict` returns the whole on every rank, and :meth:`load_state_dict` needs
         it.
         """
         values = {name: parameter.value() for name, parameter in self.named_parameters()}
-        return values | {name: one.value() for name, one in self._engine.named_buffers()}
+        values |= {name: buffer.value() for name, buffer in self._engine.named_buffers()}
+        return {name: array.copy() for name, array in values.items()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Copy values into this rank's parameters and buffers; all or, on an error, none. Local.

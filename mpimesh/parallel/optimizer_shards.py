@@ -396,7 +396,7 @@ class OptimizerShards:
                     state = states[number]["params"][place]
                     lots[number].append((parameter, each.decays[place], state))
         optimizers = [each.optimizer for each in lent]
-        earlier = [(one, one.params, one.decays, one.state_dict()) for one in optimizers]
+        earlier = [(one, one.params, one.decays, one.live_state()) for one in optimizers]
         try:
             for optimizer, state, lot in zip(optimizers, states, lots, strict=True):
                 optimizer.exchange_params(
@@ -471,7 +471,7 @@ class OptimizerShards:
 
     def states(self) -> list[dict[str, Any]]:
         """Return the states of this rank's parts of the parameters: views. Local."""
-        states = [each.optimizer.state_dict() for each in self._lent]
+        states = [each.optimizer.live_state() for each in self._lent]
         params: list[dict[int, Mapping[str, Any]]] = [
             {place: state["params"][piece] for place, piece in whole.items()}
             for state, whole in zip(states, self._whole, strict=True)

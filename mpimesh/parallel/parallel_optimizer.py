@@ -152,7 +152,7 @@ class ParallelOptimizer:
         self._end = PlannedMax(scope.all_reduce_init, "end of the step")
         if engine.stage != self._zero:
             engine.divide(self._zero)
-        self._cut([one.state_dict() for one in self._optimizers], {})
+        self._cut([one.live_state() for one in self._optimizers], {})
         self._pieces.agree()
         engine.optimizer = self
 

@@ -294,7 +294,7 @@ def optimizer_parts(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
         ModuleStateError: If the optimizer is a :class:`~mpimesh.ParallelOptimizer`'s.
     """
     spans = _named_spans(optimizer, names)
-    return state_parts(optimizer.state_dict(), spans)
+    return state_parts(optimizer.live_state(), spans)
 
 
 def restored_optimizer(
@@ -325,7 +325,7 @@ def restored_optimizer(
         spans,
         saved,
         strict=strict,
-        current=optimizer.state_dict(),
+        current=optimizer.live_state(),
         xp=namespace(spans[0][1].value()) if spans else np,
     )
     return wanted, partial(optimizer.load_state_dict, state)
