@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -502,12 +503,14 @@ def _saved(body: Callable[[Any, str, bool], object]) -> Callable[[Any, bool], ob
     """Save x and y into a folder that all ranks know, and go on with that."""
 
     def run(mesh: Any, odd: bool) -> None:
-        name = tempfile.mkdtemp() if mesh.rank == 0 else ""
-        data = np.frombuffer(name.encode(), np.uint8) if name else None
-        path = mesh.group().broadcast(data, root=None).resolve().tobytes().decode()
-        x, y = (mm.distribute(np.full(6, v), mesh, "dp=S0") for v in (1.0, 2.0))
-        mm.save(f"{path}/a", {"x": x, "y": y})
-        body(mesh, path, odd)
+        folder = partial(tempfile.TemporaryDirectory, ignore_cleanup_errors=True)
+        with folder() if mesh.rank == 0 else nullcontext() as name:
+            data = np.frombuffer(name.encode(), np.uint8) if name else None
+            path = mesh.group().broadcast(data, root=None).resolve().tobytes().decode()
+            x, y = (mm.distribute(np.full(6, v), mesh, "dp=S0") for v in (1.0, 2.0))
+            mm.save(f"{path}/a", {"x": x, "y": y})
+            body(mesh, path, odd)
+            mesh.barrier()  # rank 0 removes it
 
     return run
 

@@ -21,7 +21,7 @@ def found(case, size):
 
 
 def test_two_kinds_stay_silent():
-    assert len(CASES) >= 130
+    assert len(CASES) > 200  # as docs/explanation/promises.md says
     assert len(SILENT) == 2
     assert {case.name for case in CASES.values() if case.found == "silent"} == SILENT
 
@@ -44,9 +44,10 @@ def test_mismatch(name, more, monkeypatch):
 RIGHT = [
     name
     for name in CASES
-    if name.split(":")[0] in ("model", "layer", "stages", "batches", "load", "save")
+    if name.split(":")[0] not in ("group", "message", "wait")
+    and name != "model: rows of each rank's own"
 ]
-"""Programs in which no rank is odd and all is well."""
+"""Programs that are right where no rank is odd; the others leave something open, or wait."""
 
 
 @pytest.mark.thin(6)
@@ -59,8 +60,7 @@ def test_no_alarm_where_no_rank_is_odd(name, checks, monkeypatch):
         with mm.DeviceMesh("dp=-1") as mesh:
             CASES[name].body(mesh, False)
 
-    if name != "model: rows of each rank's own":  # wrong on each rank alike
-        mm.run_virtual(CASES[name].ranks, program)
+    mm.run_virtual(CASES[name].ranks, program)
 
 
 def test_a_deadlock_is_shown_as_a_circle(monkeypatch):
