@@ -87,7 +87,6 @@ def test_where_all_streams_share_a_queue_none_is_held_up_by_another_process(
 ):
     """What rank 1 gives waits, on its device, for what rank 0 computes beside the all-reduce."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    monkeypatch.setattr("tests.devices.fake_streams._LIMIT_S", 3)
     cupy, note = sys.modules["cupy"], np.zeros(1)
     dev_comm = device_communicator(communicator)
     finish(communicator, dev_comm.prepare())
