@@ -317,12 +317,12 @@ ELSEWHERE = {
         "mypy",
         "pytest",
         "kill",
-        "ln",
         ".",
         "sacct",
         "ompi_info",
         "less",
         "uv",
+        "ln",
     ),
 }
 """Programs of others, whose options nobody checks here."""

@@ -318,7 +318,7 @@ def test_ranks_that_split_layers_change_them_by_the_same_rule():
     on_ranks("dp=1,tp=2", body)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_state_that_was_taken_stays_as_it_is(zero, size):
     """On any number of replicas: it is a copy, which the next step leaves alone."""
