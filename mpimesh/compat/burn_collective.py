@@ -56,7 +56,7 @@ class ReduceOperation(Enum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Number:
-    """A number from 0 on that all ranks know something by."""
+    """A number from 0 on, which means the same on all ranks."""
 
     value: int
 
