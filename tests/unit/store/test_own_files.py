@@ -22,7 +22,7 @@ import mpimesh as mm
 from mpimesh.errors import MpimeshError, StoreError
 from mpimesh.store.drafts import Draft
 from mpimesh.store.files import new_token
-from mpimesh.store.format import is_manifest
+from mpimesh.store.format import Manifest, is_manifest
 from tests.helpers.depth import examples
 from tests.helpers.drafts import left_by_a_kill
 from tests.helpers.raises import raises
@@ -226,6 +226,43 @@ def test_two_saves_to_one_path_at_once(tmp_path):
     other.close()
     mm.save(tmp_path / "a", [1])
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
+
+
+def test_files_of_a_damaged_checkpoint_stay(tmp_path):
+    """What a killed save has noted may be its files, and the manifest does not say any more."""
+    path = tmp_path / "step-00000001"
+    mm.save(path, {"x": np.arange(3)})
+    left = left_by_a_kill(path)
+    (data,) = path.glob("data-*/*")
+    manifest = path / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    with mm.Checkpoints(tmp_path):
+        assert not left.exists()
+    assert data.is_file()
+
+
+@pytest.mark.parametrize("linked", ["data-*", "data-*/*"])
+def test_nothing_behind_a_link_is_removed(linked, tmp_path):
+    """A folder or a file of a killed save that was moved away since, with a link in its place."""
+    left = left_by_a_kill(tmp_path / "a")
+    (one,) = left.glob(linked)
+    moved = one.rename(tmp_path / "moved")
+    one.symlink_to(moved)
+    before = contents(moved) if moved.is_dir() else moved.read_bytes()
+    mm.save(tmp_path / "a", {"x": np.arange(3)})
+    assert (contents(moved) if moved.is_dir() else moved.read_bytes()) == before
+    assert one.is_symlink()
+
+
+def test_files_with_names_that_no_save_gives_stay(tmp_path):
+    left = left_by_a_kill(tmp_path / "a")
+    (left / "notes.txt").write_text("mine")
+    listed = (("notes.txt", 0), ("../work.txt", 0))
+    (left / "manifest.json").write_bytes(Manifest({}, {}, None, listed).text())
+    (tmp_path / "work.txt").write_text("mine")
+    mm.save(tmp_path / "a", {"x": np.arange(3)})
+    assert (left / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "work.txt").read_text() == "mine"
 
 
 def test_a_link_is_not_written_through(tmp_path):
