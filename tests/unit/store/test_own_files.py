@@ -30,7 +30,7 @@ from tests.helpers.raises import raises
 TOKEN = "0123456789ab"
 NAMES = [
     "manifest.json",
-    "manifest.json.next",
+    f"{TOKEN}.next",
     f"data-{TOKEN}",
     "data-2024",
     "00000-000.safetensors",
@@ -44,6 +44,9 @@ NAMES = [
     f".ck.{TOKEN}.part",
     f".step-00000001.{TOKEN}.part",
     f".ck.zarr.{TOKEN}.part",
+    f".ck.npy.{TOKEN}.part",
+    "array.npy",
+    "array.zarr",
     "ck",
     "ck.npy",
     "ck.zarr",
@@ -125,6 +128,12 @@ def plant(draw: random.Random, run: Path) -> None:
                 left_by_a_kill(run / name)
     if draw.random() < 0.2 and not os.path.lexists(run / "ck.zarr"):
         mm.save_array(run / "ck.zarr", np.arange(5))
+    for name in ("ck.npy", "ck.zarr"):
+        if draw.random() < 0.2:
+            with suppress(MpimeshError, Killed, OSError), failing(draw.randrange(12), "kill"):
+                mm.save_array(run / name, np.arange(3))
+    for each in run.glob(".*.part"):
+        os.utime(each, (0, 0), follow_symlinks=False)
     whole = [path for path in run.glob("*/manifest.json") if is_manifest(path)]
     if whole and draw.random() < 0.5:  # a manifest of ours where nothing is that it lists
         (run / "copied").mkdir()
@@ -182,6 +191,36 @@ def test_nothing_goes_but_what_was_saved(seed, how):
             now = {(NEW_NAMES.sub("", path), text) for path, text in contents(root).items()}
             gone = {(NEW_NAMES.sub("", path), text) for path, text in others.items()} - now
             assert not gone, (gone, sorted(map(str, now)))
+
+
+@pytest.mark.parametrize("name", ["ck", "ck.npy", "ck.zarr", "ck.h5"])
+def test_the_next_save_removes_what_a_kill_has_left(name, tmp_path):
+    def save():
+        if name == "ck":
+            mm.save(tmp_path / name, {"x": np.ones(3)})
+        else:
+            mm.save_array(tmp_path / name, np.ones(3), dataset="x" if name == "ck.h5" else None)
+
+    for after in range(0, 30, 1 if name == "ck" else 2):
+        with suppress(Killed), failing(after, "kill"):
+            save()
+        for each in tmp_path.glob(".ck*"):
+            os.utime(each, (0, 0))  # who begins to save is left alone for a minute
+        save()
+        assert [each.name for each in tmp_path.iterdir()] == [name], after
+
+
+@pytest.mark.parametrize("text", ["", "note", "others'"])
+def test_a_save_that_was_killed_before_its_note_had_its_name(text, tmp_path):
+    hidden = tmp_path / f".ck.{TOKEN}.part"
+    hidden.mkdir()
+    new = hidden / f"{TOKEN}.next"
+    new.write_bytes(Manifest({}, {}, None, ()).text() if text == "note" else text.encode())
+    mm.save(tmp_path / "ck", [1])
+    assert new.exists()  # it may have begun just now
+    os.utime(hidden, (0, 0))
+    mm.save(tmp_path / "ck", [1])
+    assert hidden.exists() == new.exists() == (text == "others'")
 
 
 def test_folders_of_others_are_refused(tmp_path):
