@@ -36,6 +36,7 @@ from mpimesh.dtensor.run import (
     plain_values,
     row_of,
     whole_key,
+    whole_places,
 )
 from mpimesh.errors import IndexOutOfRangeError, NoRuleError, ShapeError
 from mpimesh.layout import Layout, Placement, Shard
@@ -97,7 +98,7 @@ def take(a: Any, indices: Any, axis: Any = None, mode: str = "raise") -> DTensor
     """
     x, which = row_along(a, axis)
     length = x.shape[which]
-    rows = np.asarray(whole_key(indices))
+    rows = whole_places(indices)
     if mode not in ("raise", "wrap", "clip"):
         raise NoRuleError(f"np.take has modes raise, wrap and clip, got {mode!r}")
     if mode == "wrap" and length:

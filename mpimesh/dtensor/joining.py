@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.arguments import MOST
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.creation import full
 from mpimesh.dtensor.dispatch import implements
@@ -281,6 +282,8 @@ def repeat(a: Any, repeats: Any, axis: Any = None) -> DTensor:
             times = np.bincount(np.repeat(np.arange(length), repeats), minlength=length)
     except ValueError as error:
         raise ShapeError(f"np.repeat of axis {which} of shape {x.shape}: {error}") from None
+    if int(times.max(initial=0)) * x.nbytes > MOST:  # NumPy would crash
+        raise ShapeError.everywhere(f"np.repeat of shape {x.shape} by {times.max()} is too big")
     if times.size == 1:
         times = times.reshape(())
 
@@ -419,14 +422,15 @@ def _triangle(m: DTensor, k: int, *, lower: bool) -> DTensor:
     if m.ndim == 1:
         m = broadcast_to(m, m.shape * 2)
     x = m if m.layout.partial_op in ("", "sum") else reduced(m)
+    kind = np.promote_types(x.dtype, x.dtype)  # as np.where: native bytes
     if not x.is_member:
-        return x
+        return DTensor(x.mesh, x.layout, x.shape, kind, None)
     row, column = x.global_offset[-2:]
     rows, columns = x.local.shape[-2:]
     inside = np.tri(rows, columns, (k if lower else k - 1) + row - column, dtype=bool)
-    zero = np.zeros(1, x.dtype)
+    zero = np.zeros(1, kind)
     block = np.where(inside, x.local, zero) if lower else np.where(inside, zero, x.local)
-    return DTensor(x.mesh, x.layout, x.shape, x.dtype, block)
+    return DTensor(x.mesh, x.layout, x.shape, kind, block)
 
 
 @implements(np.tril)

@@ -68,6 +68,7 @@ __all__ = [
     "shape_of",
     "store",
     "whole_key",
+    "whole_places",
 ]
 
 
@@ -208,6 +209,12 @@ def whole_key(key: Any) -> Any:
     if isinstance(key, tuple):
         return tuple(map(whole_key, key))
     return whole_of(key) if isinstance(key, DTensor) else key
+
+
+def whole_places(indices: Any) -> HostArray:
+    """Return indices of which truth values are 0 and 1, not a mask, as a whole plain array."""
+    rows = np.asarray(whole_key(indices))
+    return rows.astype(np.intp) if rows.dtype == bool else rows
 
 
 def plain_values(x: Any) -> Any:

@@ -405,7 +405,12 @@ def convolve(a: Any, v: Any, mode: Any = "full") -> DTensor:
 @implements(np.correlate)
 def correlate(a: Any, v: Any, mode: Any = "valid") -> DTensor:
     """Correlate two rows: a convolution with the second one turned around."""
-    first, second = map(ravel, as_tensors([a, v]))
+    rows = as_tensors([a, v])
+    if any(one.ndim != 1 for one in rows):
+        raise ShapeError.everywhere(
+            f"np.correlate takes two rows, got shapes {rows[0].shape} and {rows[1].shape}"
+        )
+    first, second = rows
     if second.shape[0] > first.shape[0]:
         # NumPy turns around what it finds with the two exchanged: "same" has another middle then.
         found = correlate(second, first, mode)

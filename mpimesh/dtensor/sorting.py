@@ -260,6 +260,8 @@ def _parted_row(x: DTensor, kth: Any, *, indices: bool) -> DTensor | None:
     """Partition a split row of numbers; None where sorting is to do it."""
     if x.ndim != 1 or np.size(kth) != 1 or x.dtype.kind not in "biuf" or not x.is_member:
         return None
+    if not x.size:
+        return None
     row = moved_to(x, rows_placement(x.placement, x.shape, 1))
     value = _kth_of(row, int(np.ravel(kth)[0]) % x.shape[0])
     if value is None:
@@ -273,7 +275,7 @@ def _parted_row(x: DTensor, kth: Any, *, indices: bool) -> DTensor | None:
     found = order + row.global_offset[0] if indices else row.local[order]
     cuts = np.searchsorted(kinds[order], [1, 2])
     parts = [of_rows(row, part, (), {0: 0}) for part in np.split(found, cuts)]
-    return moved_to(concatenate(parts), x.placement)
+    return moved_to(concatenate(parts).astype(found.dtype, copy=False), x.placement)
 
 
 def _kth_of(row: DTensor, k: int) -> Any:

@@ -284,6 +284,10 @@ def interp(
 @implements(np.polyval)
 def polyval(p: Any, x: Any) -> Any:
     """Return the values of a polynomial, laid out as `x`. Split coefficients are gathered."""
+    if np.ndim(p) > 1:
+        raise NoRuleError.everywhere(
+            f"np.polyval takes coefficients of 1 axis, got {np.ndim(p)} axes"
+        )
     coefficients = plain_values(p)
     return blockwise(
         lambda block: np.polyval(coefficients, block), as_tensors([x, p])[:1], refuses=False

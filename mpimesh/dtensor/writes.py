@@ -18,7 +18,7 @@ from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.picking import pick_along, regrown, true_anywhere
 from mpimesh.dtensor.redistribute import identity_of
 from mpimesh.dtensor.reshape import broadcast_to, expand_dims, reshape, row_along, squeeze
-from mpimesh.dtensor.run import as_tensor, moved_to, plain_values, whole_key
+from mpimesh.dtensor.run import as_tensor, moved_to, plain_values, whole_key, whole_places
 from mpimesh.errors import (
     DTypeError,
     IndexOutOfRangeError,
@@ -271,7 +271,7 @@ def put(a: Any, ind: Any, v: Any, mode: str = "raise") -> None:
         IndexOutOfRangeError: If a place is out of bounds.
     """
     x = _written(a, "put")
-    places = np.ravel(whole_key(ind))
+    places = np.ravel(whole_places(ind))
     if mode == "wrap" and x.size:
         places = places % x.size
     elif mode == "clip" and x.size:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.errors import DTypeError, NoRuleError
+from mpimesh.errors import DTypeError, NoRuleError, ShapeError
 from tests.helpers.dtensor_check import agree, numbers, split
 from tests.helpers.raises import raises
 from tests.helpers.rule_fuzz import Case, Operand, problems
@@ -36,6 +36,14 @@ CASES = [
     ("np.trace(np.outer(np.ones(7, int), x0))", "m8[s]", ""),
     ("np.histogram(x0, 3)", "float16", ""),
     ("np.histogram(x0, 1, density=True)", "complex64", ""),
+    ("np.triu(x0)", ">f8", ""),
+    ("np.tril(x0, 1)", "i4,>f8", ""),
+    ("np.partition(x0, 3).dtype", ">i4", ""),
+    ("np.sort(np.argpartition(x0[:0], 1))", "float64", ""),
+    ("np.take(x0, [True, False, True])", "int64", ""),
+    ("then(x0, np.put(x0, [True] * 7, 9))", "int64", ""),
+    ("then(x0, np.put(x0, x0 > 0, [8, 9], mode='wrap'))", "int64", ""),
+    ("np.correlate(x0[0], [1, 2])", "int64", ""),
 ]
 
 
@@ -100,5 +108,9 @@ def test_what_is_refused_says_how_to_go_on():
             x = split(numbers((4,), float), mesh, "S0")
             with pytest.raises(ValueError, match="not both"):
                 np.var(x, ddof=1, correction=1)
+            with raises(NoRuleError, "polyval", "2 axes"):
+                np.polyval(x.reshape(2, 2), 2)
+            with raises(ShapeError, "repeat", "too big"):  # NumPy's own ends the process
+                np.repeat(x, 2**62)
 
     mm.run_virtual(2, main)
