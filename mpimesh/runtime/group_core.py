@@ -79,6 +79,7 @@ class GroupCore:
         drop: Closes the group; None for one of the mesh's own.
         open_work: What is not resolved, of the whole mesh.
         progress: The unfinished operations of this rank.
+        saving: The save that was started last, for which the next one waits.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class GroupCore:
         self._plans: dict[object, Plan] = {}
         self._closed = False
         self.drop: Callable[[Any], None] | None = None
+        self.saving: CollectiveTensor[Any] | None = None
         # Looked up with every operation.
         self.progress: Progress = context.world.progress
         self.open_work: OpenWork = context.open_work

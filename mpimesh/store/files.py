@@ -168,14 +168,18 @@ def as_store_error(error: Exception, doing: str, *, reading: bool = False) -> Mp
 
 
 def as_folder(path: object) -> Path:
-    """Return the absolute path of a checkpoint. Local.
+    """Return the absolute path of a checkpoint; of a link to a folder, where it leads. Local.
 
     Raises:
         StoreError: If it is no path.
     """
     if not isinstance(path, str | os.PathLike) or "\0" in str(path):
         raise StoreError(f"the path of a checkpoint is a text or a Path, got {shown(path)}")
-    return Path(path).absolute()
+    try:
+        folder = Path(path).absolute()
+        return folder.resolve() if folder.is_symlink() and folder.is_dir() else folder
+    except OSError as error:  # such as of a working directory that is no more
+        raise StoreError(f"cannot tell where {path} is: {error.strerror}") from error
 
 
 def new_token() -> str:

@@ -326,7 +326,6 @@ def _failed(path: Path, problem: str) -> str:
 # -- together -------------------------------------------------------------------------------------
 
 _plans: WeakKeyDictionary[GroupCore, dict[str, SavePlan]] = WeakKeyDictionary()
-_under_way: WeakKeyDictionary[GroupCore, CollectiveTensor] = WeakKeyDictionary()
 _MOST_PLANS = 4
 
 
@@ -336,7 +335,7 @@ def settle(core: GroupCore) -> None:
     Raises:
         StoreError: On every rank, if it has failed and nobody has been told so.
     """
-    handle = _under_way.pop(core, None)
+    handle, core.saving = core.saving, None
     if handle is not None and not handle._resolved:
         handle.resolve()
 
@@ -391,7 +390,7 @@ def _start(
     log(logging.INFO, core.world_rank, "saving %s, of it %s", path, size_text(nbytes))
     started = Call("save", core.name, rule=str(path))
     handle = CollectiveTensor(core, started, core.progress.stage(object(), steps), nbytes=nbytes)
-    _under_way[core] = handle
+    core.saving = handle
     return handle
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -169,7 +171,7 @@ def test_a_number_does_not_stand_for_a_tree(into: Any, tmp_path: Path) -> None:
 def test_ranks_may_have_dicts_in_other_orders(tmp_path: Path) -> None:
     def main() -> None:
         with mm.DeviceMesh("dp=-1") as mesh:
-            tree: dict[str, Any] = {"x": mm.ones(4, mesh, "dp=S0"), "n": 1, "w": np.ones(2)}
+            tree: dict[str, Any] = {"x": mm.ones((4,), mesh, "dp=S0"), "n": 1, "w": np.ones(2)}
             keys = sorted(tree, reverse=bool(mesh.rank))
             mm.save(tmp_path / "saved", {"inner": {key: tree[key] for key in keys}})
 
@@ -181,3 +183,38 @@ def test_ranks_may_have_dicts_in_other_orders(tmp_path: Path) -> None:
 def test_a_dataset_has_no_zero_bytes(name: str, tmp_path: Path) -> None:
     with raises(StoreError, "dataset"):
         mm.save_array(tmp_path / "x.h5", np.ones(2), dataset=name)
+
+
+def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:
+    disk, link = tmp_path / "disk" / "run", tmp_path / "run"
+    disk.mkdir(parents=True)
+    link.symlink_to(disk)
+    for number in range(2):
+        mm.save(link, {"x": number})
+        assert mm.load(link) == mm.load(disk) == {"x": number}
+    assert link.is_symlink()
+    assert [*disk.parent.iterdir()] == [disk]
+
+
+def test_a_working_directory_that_is_gone_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with raises(StoreError, "where run is"):
+        mm.save("run", {"x": 1})
+    tmp_path.mkdir()
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_mesh_that_has_saved_is_let_go(wait: bool, tmp_path: Path) -> None:
+    def main() -> Any:
+        with mm.DeviceMesh("a=2") as mesh:
+            handle = mm.save(tmp_path / "run", {"x": mm.ones((4,), mesh, "S0")}, wait=wait)
+            if handle is not None:
+                handle.resolve()
+            return weakref.ref(mesh.group()._core)
+
+    found = mm.run_virtual(2, main)
+    gc.collect()
+    assert [core() for core in found] == [None, None]
