@@ -36,7 +36,7 @@ from mpimesh.layout.boxes import (
     view,
     volume,
 )
-from mpimesh.store.files import sync, write_at
+from mpimesh.store.files import remove, sync, write_at
 from mpimesh.store.grids import grid_tiles
 
 __all__ = ["FORMATS", "ArrayFile", "FlatArray", "Format"]
@@ -571,8 +571,13 @@ def _create_zarr(
     sync(path / "zarr.json")
 
 
+_ZARR_METADATA = ("zarr.json", ".zarray", ".zattrs")
+
+
 def _zarr_files(path: Path) -> list[Path]:
-    """Return the files and folders of an array of Zarr, the inner ones first.
+    """Return the files and folders of an array of Zarr, the inner ones first, zarr.json last.
+
+    So one that is removed is an array until the end.
 
     Raises:
         StoreError: If it is none, or there is something else in its folder.
@@ -587,12 +592,12 @@ def _zarr_files(path: Path) -> list[Path]:
     for one in found:
         key = one.relative_to(path).as_posix()
         cell = tuple(map(int, re.findall(r"\d+", key)))[: array.ndim]
-        is_own = key in ("zarr.json", ".zarray", ".zattrs")
+        is_own = key in _ZARR_METADATA
         if not is_own and len(cell) == array.ndim:
             is_own = array.metadata.encode_chunk_key(cell) == key
         if one.is_symlink() or not (is_own if one.is_file() else re.fullmatch(r"c?/?[\d/]*", key)):
             raise StoreError(f"{key} in it is not of an array of Zarr")
-    return found
+    return sorted(found, key=lambda one: one.name in _ZARR_METADATA)
 
 
 def _no_zarr(path: Path) -> str:
@@ -603,10 +608,18 @@ def _no_zarr(path: Path) -> str:
     return ""
 
 
+_ZARR_PARTIAL = re.compile(r"(zarr|\d+)\.[0-9a-f]{32}\.partial")
+"""What zarr-python calls a file while it writes it."""
+
+
 def _remove_zarr(path: Path) -> None:
-    """Remove an array of Zarr, if there is nothing but that."""
+    """Remove an array of Zarr, if there is nothing but that, whole or as a kill has left it."""
     with suppress(OSError):
-        for one in [*_zarr_files(path), path]:
+        for one in path.rglob("*.partial"):
+            if _ZARR_PARTIAL.fullmatch(one.name) and one.is_file() and not one.is_symlink():
+                one.unlink()
+        inner = _zarr_files(path) if next(path.iterdir(), None) else []
+        for one in [*inner, path]:
             one.rmdir() if one.is_dir() else one.unlink()
 
 
@@ -640,7 +653,7 @@ class Format:
         create: Makes a file for an array, without values: with a path, that of the old file,
             shape, dtype, dataset and chunks.
         problem_of: Tells why what is at a path cannot be replaced; "" if it can.
-        remove: Removes an array that was replaced; nothing where it is a file.
+        remove: Removes an array that was replaced, or was not finished.
         options: What may be chosen beside.
     """
 
@@ -650,7 +663,7 @@ class Format:
     create: Callable[[Path, Path, Shape, DType, str | None, Shape | None], None]
     problem_of: Callable[[Path], str]
     options: tuple[str, ...]
-    remove: Callable[[Path], None] = lambda _: None
+    remove: Callable[[Path], None] = remove
 
 
 FORMATS = (

@@ -38,13 +38,12 @@ from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore
 from mpimesh.runtime.operands import host_array
 from mpimesh.store.array_formats import FORMATS, ArrayFile, Format
+from mpimesh.store.drafts import array_draft
 from mpimesh.store.files import (
     agreeing,
     as_store_error,
     check_mesh,
     publish,
-    remove,
-    temporary_beside,
 )
 from mpimesh.store.grids import chunks_of, cut, grid_tiles
 
@@ -166,28 +165,22 @@ def save_array(
     if live is not None and isinstance(values, np.ndarray):
         compare_call(live, "save_array", (values,))
         values = DTensor._of_block(live, Layout.replicated(live), shape, dtype, values)
-    core, part, file = _core(live), None, None
-    is_first = core is None or core.rank == 0
-    try:
+    core, part = _core(live), None
+    with ExitStack() as stack:
         with agreeing(core, "save_array", f"write {place}") as names:
-            if is_first:
+            if core is None or core.rank == 0:
                 _check_place(place, kind)
-                part = temporary_beside(place)
+                part = stack.enter_context(array_draft(place, kind.suffixes[0]))
                 kind.create(part, place, shape, dtype, dataset, extents)
                 names.append(str(part))
         with agreeing(core, "save_array", f"write {place}"):
             file = kind.open(Path(names[0]), "r+", dataset)
+            stack.callback(file.close)
         _write_region(file, Region.of((), shape), values, place)
         with agreeing(core, "save_array", f"write {place}"):
             if part is not None:
                 publish(part, place)
                 kind.remove(part)  # what was there before, if that is a folder
-                part = None
-    finally:
-        if file is not None:
-            file.close()
-        if part is not None:
-            remove(part)
 
 
 class OpenedArray:

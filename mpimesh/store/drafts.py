@@ -1,4 +1,4 @@
-"""A checkpoint while it is written, and what of a checkpoint may be removed: what it lists.
+"""A checkpoint, or an array, while it is written, and what of one may be removed: what it lists.
 
 Whatever stops a save, a folder tells by its own manifest which files are a checkpoint's. All others
 are somebody's, and stay.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import fcntl
 import re
-from collections.abc import Iterable
-from contextlib import suppress
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO
 
 from mpimesh.errors import DamagedError, StoreError
+from mpimesh.store.array_formats import FORMATS
 from mpimesh.store.files import (
     DATA,
     PART,
@@ -23,16 +25,22 @@ from mpimesh.store.files import (
     data_folder,
     is_seen,
     new_token,
+    remove,
     sync,
     temporary_beside,
 )
 from mpimesh.store.format import MANIFEST, Manifest, is_manifest, listed_files
 
-__all__ = ["Draft", "check_target", "clear_left", "drop"]
+__all__ = ["Draft", "array_draft", "check_target", "clear_left", "drop"]
 
 _DATA_FILE = re.compile(rf"{DATA}[0-9a-f]{{{TOKEN_DIGITS}}}/\d{{5,}}-\d{{3,}}\.safetensors")
-"""The names of the files that are ever removed."""
-_NEXT = f"{MANIFEST}.next"
+"""The names of a checkpoint's files that are ever removed."""
+_ARRAYS = {f"array{kind.suffixes[0]}": kind for kind in FORMATS}
+"""The names of arrays while they are written."""
+_NEXT = re.compile(rf"[0-9a-f]{{{TOKEN_DIGITS}}}\.next")
+"""The names of manifests that are being written."""
+_BEGUN_S = 60.0
+"""A folder without a note that is younger may be one of a save that has just begun."""
 
 
 def check_target(path: Path) -> tuple[str, ...] | None:
@@ -87,6 +95,7 @@ class Draft:
         self.path, self.fresh = path, temporary_beside(path, token)
         self._data = data_folder(token)
         self._files = [f"{self._data}/{name}" for name in files]
+        self._next = self.fresh / f"{token}.next"
         self._note: BinaryIO | None = None
         replaced = check_target(path)
         if not clear_left(path.parent, re.escape(path.name)):
@@ -101,25 +110,11 @@ class Draft:
                 (self.fresh / self._data).mkdir()
         except BaseException:
             self.close()
-            with suppress(OSError):  # without a note nobody else would know whose it is
-                (self.fresh / _NEXT).unlink(missing_ok=True)
-                self.fresh.rmdir()
             raise
 
     def _list(self, replaced: Iterable[str]) -> None:
         """Write the note, and lock it: no other save takes this one for what one has left."""
-        note = Manifest({}, {}, None, tuple((name, 0) for name in [*self._files, *replaced]))
-        new = self.fresh / _NEXT
-        file = new.open("wb")
-        try:
-            file.write(note.text())
-            file.flush()
-            _lock(file)
-            new.replace(self.fresh / MANIFEST)
-        except BaseException:
-            file.close()
-            raise
-        before, self._note = self._note, file
+        before, self._note = self._note, _write_note(self._next, [*self._files, *replaced])
         if before is not None:
             before.close()
 
@@ -135,7 +130,7 @@ class Draft:
             _check_seen(self.fresh, manifest)
             replaced = check_target(self.path)
             self._list(replaced or ())  # what is there may have changed since
-            new = self.fresh / _NEXT
+            new = self._next
             new.write_bytes(text)
             sync(new)
             if replaced is None:
@@ -166,6 +161,45 @@ class Draft:
             self._note.close()
             self._note = None
         _clear(self.fresh, self.path)
+
+
+@contextmanager
+def array_draft(path: Path, suffix: str) -> Iterator[Path]:
+    """Yield a name to write an array under, in a hidden folder beside its path. Local.
+
+    It is removed if the block raises, and at the end the folder; and what saves that were killed
+    have left for the same path, as their notes list it.
+    """
+    clear_left(path.parent, re.escape(path.name))
+    token, name = new_token(), f"array{suffix}"
+    fresh = temporary_beside(path, token)
+    fresh.mkdir()
+    note = _write_note(fresh / f"{token}.next", [name])
+    try:
+        yield fresh / name
+    except BaseException:
+        remove(fresh / name)
+        raise
+    finally:
+        note.close()
+        _clear(fresh, path)
+
+
+def _write_note(new: Path, names: Iterable[str]) -> BinaryIO:
+    """Write the note of a hidden folder, and lock it: no other save takes it for what is left."""
+    file = new.open("wb")
+    try:
+        file.write(Manifest({}, {}, None, tuple((name, 0) for name in names)).text())
+        file.flush()
+        _lock(file)
+        new.replace(new.with_name(MANIFEST))
+    except BaseException:
+        file.close()
+        with suppress(OSError):  # without a note nobody else would know whose it is
+            new.unlink(missing_ok=True)
+            new.parent.rmdir()
+        raise
+    return file
 
 
 def drop(path: Path) -> None:
@@ -205,22 +239,31 @@ def clear_left(folder: Path, name: str) -> bool:
 def _clear(fresh: Path, path: Path) -> bool:
     """Remove what the note of a hidden folder lists; False if its save is still under way.
 
-    What has no note is left as it is: nobody knows whose it is.
+    What has no note is left as it is: nobody knows whose it is. But a folder goes that has nothing
+    in it, or a note without its name yet, as a save leaves it that was killed when it began.
     """
     note = fresh / MANIFEST
     try:
         if fresh.is_symlink() or note.is_symlink():
             return True
-        files = [name for name in listed_files(note) if _DATA_FILE.fullmatch(name)]
+        names = listed_files(note)
+        files = [name for name in names if _DATA_FILE.fullmatch(name)]
         with note.open("rb+") as file:
             if not _lock(file):
                 return False
             # Whoever writes there nevertheless, without locks, finds it gone, and raises.
             taken = temporary_beside(path)
             fresh.rename(taken)
+    except FileNotFoundError:
+        _clear_begun(fresh)
+        return True
     except OSError:
         return True
     _remove_files(taken, files)
+    for name in _ARRAYS.keys() & set(names):
+        array = taken / name
+        if not array.is_symlink() and array.is_file() == (name != "array.zarr"):
+            _ARRAYS[name].remove(array)
     try:
         kept = {*listed_files(path / MANIFEST)}
     except (FileNotFoundError, NotADirectoryError):
@@ -232,7 +275,8 @@ def _clear(fresh: Path, path: Path) -> bool:
         if emptied and not kept:
             path.rmdir()
     with suppress(OSError):
-        (taken / _NEXT).unlink(missing_ok=True)
+        for new in _unnamed(taken):
+            new.unlink()
         (taken / MANIFEST).unlink()
     try:
         taken.rmdir()
@@ -240,6 +284,22 @@ def _clear(fresh: Path, path: Path) -> bool:
         with suppress(OSError):
             taken.rename(fresh)
     return True
+
+
+def _clear_begun(fresh: Path) -> None:
+    """Remove a hidden folder with nothing in it, or but a note without its name; others stay."""
+    with suppress(OSError):
+        if time.time() - fresh.stat().st_mtime < _BEGUN_S:
+            return
+        for new in _unnamed(fresh):
+            new.unlink()
+        fresh.rmdir()
+
+
+def _unnamed(folder: Path) -> list[Path]:
+    """Return the files of manifests that have not got their name."""
+    found = [one for one in folder.iterdir() if _NEXT.fullmatch(one.name) and not one.is_symlink()]
+    return [one for one in found if one.is_file() and (not one.stat().st_size or is_manifest(one))]
 
 
 def _remove_files(folder: Path, files: Iterable[str]) -> bool:

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import zarr
 
+from mpimesh import save_array
+
 PROGRAM = """
 import os, signal, sys
 import numpy as np
@@ -46,4 +48,6 @@ def test_a_killed_rank_leaves_the_file_before(name, launch, tmp_path):
     assert np.array_equal(found, np.arange(60000.0))
     others = [one.name for one in tmp_path.iterdir() if one.name.startswith(f".{name}")]
     assert all(one.endswith(".part") for one in others)
-    assert others  # what it had written lies beside, hidden
+    assert others  # what it had written lies beside, hidden, until the next save
+    save_array(path, np.arange(3.0), dataset="x" if name == "x.h5" else None)
+    assert not [one for one in tmp_path.iterdir() if one.name.startswith(".")]

@@ -67,7 +67,6 @@ LAZY = {"cupy", "cupyx", "ml_dtypes", "nvidia", "pynvml", "rich"}
 LAZY_OF_ROOM = {"store": {"h5py", "zarr"}, "cli": {"resvg_py"}}
 
 PICKLERS = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
-MOST_LINES = 700
 
 
 def test_the_library_keeps_its_rules():
@@ -79,16 +78,6 @@ def test_the_library_keeps_its_rules():
         for line, breach in breaches(path.read_text(), path.relative_to(ROOT / "mpimesh"))
     ]
     assert not found, "\n" + "\n".join(found)
-
-
-def test_no_module_is_past_its_length():
-    long = {
-        str(path.relative_to(ROOT)): lines
-        for folder in ("mpimesh", "tests", "examples", "benchmarks")
-        for path in (ROOT / folder).rglob("*.py")
-        if (lines := len(path.read_text().splitlines())) > MOST_LINES
-    }
-    assert not long, f"past {MOST_LINES} lines a module wants to be two: {long}"
 
 
 def test_no_files_of_a_room_import_each_other_in_a_circle():

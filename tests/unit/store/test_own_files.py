@@ -22,7 +22,7 @@ import mpimesh as mm
 from mpimesh.errors import MpimeshError, StoreError
 from mpimesh.store.drafts import Draft
 from mpimesh.store.files import new_token
-from mpimesh.store.format import is_manifest
+from mpimesh.store.format import Manifest, is_manifest
 from tests.helpers.depth import examples
 from tests.helpers.drafts import left_by_a_kill
 from tests.helpers.raises import raises
@@ -30,7 +30,7 @@ from tests.helpers.raises import raises
 TOKEN = "0123456789ab"
 NAMES = [
     "manifest.json",
-    "manifest.json.next",
+    f"{TOKEN}.next",
     f"data-{TOKEN}",
     "data-2024",
     "00000-000.safetensors",
@@ -44,6 +44,9 @@ NAMES = [
     f".ck.{TOKEN}.part",
     f".step-00000001.{TOKEN}.part",
     f".ck.zarr.{TOKEN}.part",
+    f".ck.npy.{TOKEN}.part",
+    "array.npy",
+    "array.zarr",
     "ck",
     "ck.npy",
     "ck.zarr",
@@ -125,6 +128,12 @@ def plant(draw: random.Random, run: Path) -> None:
                 left_by_a_kill(run / name)
     if draw.random() < 0.2 and not os.path.lexists(run / "ck.zarr"):
         mm.save_array(run / "ck.zarr", np.arange(5))
+    for name in ("ck.npy", "ck.zarr"):
+        if draw.random() < 0.2:
+            with suppress(MpimeshError, Killed, OSError), failing(draw.randrange(12), "kill"):
+                mm.save_array(run / name, np.arange(3))
+    for each in run.glob(".*.part"):
+        os.utime(each, (0, 0), follow_symlinks=False)
     whole = [path for path in run.glob("*/manifest.json") if is_manifest(path)]
     if whole and draw.random() < 0.5:  # a manifest of ours where nothing is that it lists
         (run / "copied").mkdir()
@@ -184,6 +193,36 @@ def test_nothing_goes_but_what_was_saved(seed, how):
             assert not gone, (gone, sorted(map(str, now)))
 
 
+@pytest.mark.parametrize("name", ["ck", "ck.npy", "ck.zarr", "ck.h5"])
+def test_the_next_save_removes_what_a_kill_has_left(name, tmp_path):
+    def save():
+        if name == "ck":
+            mm.save(tmp_path / name, {"x": np.ones(3)})
+        else:
+            mm.save_array(tmp_path / name, np.ones(3), dataset="x" if name == "ck.h5" else None)
+
+    for after in range(0, 30, 1 if name == "ck" else 2):
+        with suppress(Killed), failing(after, "kill"):
+            save()
+        for each in tmp_path.glob(".ck*"):
+            os.utime(each, (0, 0))  # who begins to save is left alone for a minute
+        save()
+        assert [each.name for each in tmp_path.iterdir()] == [name], after
+
+
+@pytest.mark.parametrize("text", ["", "note", "others'"])
+def test_a_save_that_was_killed_before_its_note_had_its_name(text, tmp_path):
+    hidden = tmp_path / f".ck.{TOKEN}.part"
+    hidden.mkdir()
+    new = hidden / f"{TOKEN}.next"
+    new.write_bytes(Manifest({}, {}, None, ()).text() if text == "note" else text.encode())
+    mm.save(tmp_path / "ck", [1])
+    assert new.exists()  # it may have begun just now
+    os.utime(hidden, (0, 0))
+    mm.save(tmp_path / "ck", [1])
+    assert hidden.exists() == new.exists() == (text == "others'")
+
+
 def test_folders_of_others_are_refused(tmp_path):
     for name in ("app", "results"):
         (tmp_path / name).mkdir()
@@ -226,6 +265,43 @@ def test_two_saves_to_one_path_at_once(tmp_path):
     other.close()
     mm.save(tmp_path / "a", [1])
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
+
+
+def test_files_of_a_damaged_checkpoint_stay(tmp_path):
+    """What a killed save has noted may be its files, and the manifest does not say any more."""
+    path = tmp_path / "step-00000001"
+    mm.save(path, {"x": np.arange(3)})
+    left = left_by_a_kill(path)
+    (data,) = path.glob("data-*/*")
+    manifest = path / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    with mm.Checkpoints(tmp_path):
+        assert not left.exists()
+    assert data.is_file()
+
+
+@pytest.mark.parametrize("linked", ["data-*", "data-*/*"])
+def test_nothing_behind_a_link_is_removed(linked, tmp_path):
+    """A folder or a file of a killed save that was moved away since, with a link in its place."""
+    left = left_by_a_kill(tmp_path / "a")
+    (one,) = left.glob(linked)
+    moved = one.rename(tmp_path / "moved")
+    one.symlink_to(moved)
+    before = contents(moved) if moved.is_dir() else moved.read_bytes()
+    mm.save(tmp_path / "a", {"x": np.arange(3)})
+    assert (contents(moved) if moved.is_dir() else moved.read_bytes()) == before
+    assert one.is_symlink()
+
+
+def test_files_with_names_that_no_save_gives_stay(tmp_path):
+    left = left_by_a_kill(tmp_path / "a")
+    (left / "notes.txt").write_text("mine")
+    listed = (("notes.txt", 0), ("../work.txt", 0))
+    (left / "manifest.json").write_bytes(Manifest({}, {}, None, listed).text())
+    (tmp_path / "work.txt").write_text("mine")
+    mm.save(tmp_path / "a", {"x": np.arange(3)})
+    assert (left / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "work.txt").read_text() == "mine"
 
 
 def test_a_link_is_not_written_through(tmp_path):

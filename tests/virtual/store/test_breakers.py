@@ -171,7 +171,7 @@ def test_a_number_does_not_stand_for_a_tree(into: Any, tmp_path: Path) -> None:
 def test_ranks_may_have_dicts_in_other_orders(tmp_path: Path) -> None:
     def main() -> None:
         with mm.DeviceMesh("dp=-1") as mesh:
-            tree: dict[str, Any] = {"x": mm.ones((4,), mesh, "dp=S0"), "n": 1, "w": np.ones(2)}
+            tree: dict[str, Any] = {"x": mm.ones(4, mesh, "dp=S0"), "n": 1, "w": np.ones(2)}
             keys = sorted(tree, reverse=bool(mesh.rank))
             mm.save(tmp_path / "saved", {"inner": {key: tree[key] for key in keys}})
 

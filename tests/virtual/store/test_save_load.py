@@ -446,7 +446,7 @@ def test_a_checkpoint_is_replaced_at_once(tmp_path):
         assert len([*path.iterdir()]) == 2
         assert [*tmp_path.iterdir()] == [path]
     left_by_a_kill(path)
-    (tmp_path / ".a.0123456789ab.part").mkdir()  # nobody knows whose
+    (tmp_path / ".a.0123456789ab.part").mkdir()  # of a save that may have begun just now
     mm.save(path, [1])
     assert sorted(each.name for each in tmp_path.iterdir()) == [".a.0123456789ab.part", "a"]
 
