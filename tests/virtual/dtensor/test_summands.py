@@ -84,6 +84,30 @@ def test_every_linear_function_keeps_summands():
     mm.run_virtual(2, main)
 
 
+def test_summands_that_a_narrower_dtype_cannot_hold():
+    """The sum is 3, and the parts are infinite in float16, or too coarse in float32."""
+    calls: dict[str, Any] = {
+        "astype": lambda x, kind: x.astype(kind),
+        "copyto": lambda x, kind: copied(np.zeros_like(x, dtype=kind), x),
+        "add": lambda x, kind: np.add(x, x, dtype=kind, casting="unsafe") / 2,
+        "positive": lambda x, kind: np.positive(x, dtype=kind, casting="unsafe"),
+    }
+
+    def copied(y, x):
+        np.copyto(y, x, casting="unsafe")
+        return y
+
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            part = -1e9 if mesh.rank else 1e9 + 3
+            for name, call in calls.items():
+                for kind in ("f2", "f4", "F"):
+                    x = mm.DTensor.from_local(np.full(2, part), mesh, "P", shape=(2,))
+                    assert call(x, kind).full().tolist() == [3, 3], (name, kind)
+
+    mm.run_virtual(2, main)
+
+
 def test_zeros_keep_their_sign():
     """What a rank has beside a number is neutral: -0.0, as 0.0 + -0.0 is 0.0."""
     x = np.array([-0.0, 0.0, 1.0])
