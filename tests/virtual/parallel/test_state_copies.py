@@ -20,6 +20,8 @@ DIMS = {1: ["dp=1", "dp=1,tp=1"], 2: ["dp=2", "pp=2", "dp=1,tp=2"], 4: ["dp=2,pp
 class Counted(nn.Module):
     """Counts its batches in a buffer."""
 
+    batches: Any
+
     def __init__(self):
         self.register_buffer("batches", np.zeros(WIDTH, np.int64))
 
@@ -49,8 +51,8 @@ def made(draw, mesh):
     rule = draw([optim.Adam, lambda params: optim.SGD(params, lr=0.1, momentum=0.9)])
     if "pp" in mesh.dim_names:
         stages = [mm.PipelineStage(0), mm.PipelineStage(1)]
-        for stage, layer in zip(stages, layers(mesh, split=False), strict=True):
-            stage.add_layer(layer).add_layer(Counted())
+        for one, layer in zip(stages, layers(mesh, split=False), strict=True):
+            one.add_layer(layer).add_layer(Counted())
         model: Any = mm.PipelineParallel(
             stages, 2, mesh=mesh, dim="pp", loss=nn.mse_loss, dtype=dtype
         )
