@@ -201,14 +201,24 @@ class Progress(ProgressEngine):
 
 
 def put_before(end: BaseException, error: BaseException) -> None:
-    """Have the traceback of `end` show `error` first, unless it came from that already."""
-    last = end
-    while last is not error and error not in (last.__cause__, last.__context__):
-        before = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
-        if before is None:
-            last.__context__, last.__suppress_context__ = error, False
-            return
-        last = before
+    """Have the traceback of `end` show `error` first, unless one came from the other already."""
+    chain = _chain(end)
+    if any(one is error for last in chain for one in (last, last.__cause__, last.__context__)):
+        return
+    if any(one is last for one in _chain(error) for last in chain):
+        return  # an exception that is raised again: they would be in a circle
+    last = chain[-1]
+    last.__context__, last.__suppress_context__ = error, False
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an exception and those it came from, each once, as a traceback shows them."""
+    chain: list[BaseException] = []
+    before: BaseException | None = error
+    while before is not None and not any(before is one for one in chain):
+        chain.append(before)
+        before = before.__cause__ or (None if before.__suppress_context__ else before.__context__)
+    return chain
 
 
 @dataclass(slots=True)

@@ -186,3 +186,15 @@ def test_an_error_of_a_step_within_a_step_is_its_own():
     assert not progress.pending
     with raises(OSError, "inner"):
         a.test()
+
+
+def test_exceptions_that_are_raised_again_make_no_circle():
+    first, second, kept = OSError("first"), ValueError("second"), KeyError("kept")
+    first.__context__, second.__context__ = second, first
+    with raises(OSError, "first"), Progress().keeping(kept):
+        raise first
+    last, cause = OSError("last"), ValueError("cause")
+    cause.__context__ = last
+    with raises(OSError, "last"), Progress().keeping(cause):
+        raise last
+    assert last.__context__ is None
