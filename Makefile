@@ -15,7 +15,7 @@ PIPELINE ?= $(if $(filter 0,$(shell echo $$(($(RUN_RANKS) % 2)))),--mesh dp=-1$(
 	--batch-size 720 --hidden 512 --epochs 3 --seed 0 --out out/pipeline)
 # More of pytest's options, for instance PYTEST_ARGS='-k broadcast -x'.
 PYTEST_ARGS ?=
-# Which tests the parts of `make test` run: none or --quick a sample, --deep all, --rest all but the sample.
+# Which tests the parts of `make test` run: none or --quick those not marked deep, --deep all, --rest the others.
 DEPTH ?=
 # What pip is to install for the tests of mpimesh.interop.torch, beside the environment and for them alone, for
 # instance TORCH=torch==2.13.0; empty leaves them out. On most machines a plain `torch` brings gigabytes for GPUs.
@@ -36,6 +36,8 @@ export OMP_NUM_THREADS := 1
 export OPENBLAS_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The tests start thousands of processes: each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Open MPI: more ranks than cores, not bound to them, also as root in a container; no probing of fabrics;
 # no colours, for it gives its ranks a terminal to write to even where its own output is a file.
