@@ -8,14 +8,17 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from markdown_it import MarkdownIt
 
 import mpimesh as mm
 
 DOCS = Path(__file__).parents[3] / "docs"
+REFERS = {"href", "src"}
 
 
 class Page(HTMLParser):
@@ -30,7 +33,7 @@ class Page(HTMLParser):
         for name, value in attrs:
             if name == "id" and value:
                 self.anchors.add(value)
-            elif name in {"href", "src"} and value:
+            elif name in REFERS and value:
                 self.targets.add(value)
 
 
@@ -38,6 +41,32 @@ def test_the_names_of_the_reference_are_there():
     for page in (DOCS / "reference").glob("*.rst"):
         for path in re.findall(r"^   ([A-Za-z_][\w.]*)$", page.read_text(), re.M):
             assert operator.attrgetter(path)(mm), f"{page.name}: {path}"
+
+
+def links_and_anchors(page: Path) -> tuple[set[str], set[str]]:
+    """Return what a page of Markdown refers to, and the anchors that its headings will have."""
+    targets, anchors = set[str](), set[str]()
+    for before, token in pairwise(MarkdownIt().parse(page.read_text())):
+        parts = token.children or []
+        targets |= {str(part.attrs[name]) for part in parts for name in part.attrs.keys() & REFERS}
+        if before.type == "heading_open":
+            title = "".join(part.content for part in parts).lower()
+            anchors.add(re.sub(r"[^\w\- ]", "", title).replace(" ", "-"))
+    return targets, anchors
+
+
+def test_links_between_pages_lead_somewhere():
+    """Those of the Markdown itself; what the site makes of them, the next test sees."""
+    pages = {path: links_and_anchors(path) for path in DOCS.rglob("*.md")}
+    missing = []
+    for path, (targets, _) in pages.items():
+        for target, url in ((target, urlsplit(target)) for target in targets):
+            if url.scheme or url.netloc:
+                continue
+            file = (path.parent / unquote(url.path)).resolve() if url.path else path
+            if not file.exists() or (url.fragment and unquote(url.fragment) not in pages[file][1]):
+                missing.append(f"{path.relative_to(DOCS)}: {target}")
+    assert not missing
 
 
 @pytest.mark.deep
