@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +15,6 @@ from tests.helpers.parallel_models import STAGE
 pytest_plugins = ["mpimesh.testing.pytest_plugin"]
 
 _MPI = Path(__file__).parent / "mpi"
-_PROJECT = Path(__file__).parent / "unit" / "project"
-_STEPS = ((9, 3), (4, 2))
-"""Of a function with so many cases a quick run takes every third or second, unless it is marked.
-
-What is checked of the project itself costs little, and a quick run takes all of it.
-"""
 
 # `max_examples` is the share in percent of what a property test asks for: see helpers/depth.py.
 # The machines of a test run are shared: a slow example is no failure.
@@ -39,7 +32,7 @@ for depth in ("quick", "deep"):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("depth")
-    group.addoption("--quick", action="store_true", help="run a sample of all tests, the default")
+    group.addoption("--quick", action="store_true", help="without what is marked deep, the default")
     group.addoption("--deep", action="store_true", help="run all tests, with all their examples")
     group.addoption(
         "--rest", action="store_true", help="of --deep only what a run without it leaves out"
@@ -55,14 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what this depth does not run, and mark what lies in tests/mpi."""
-    functions = {item: (item.path, getattr(item, "originalname", item.name)) for item in items}
-    cases, numbers = Counter(functions.values()), Counter[tuple[Path, str]]()
-    runs: dict[pytest.Item, bool] = {}
-    for item, function in functions.items():
-        sampled = _PROJECT not in item.path.parents
-        step = next((step for many, step in _STEPS if sampled and cases[function] >= many), 1)
-        runs[item] = _runs(item, numbers[function], step, config)
-        numbers[function] += 1
+    runs = {item: _runs(item, config) for item in items}
     config.hook.pytest_deselected(items=[item for item in items if not runs[item]])
     items[:] = [item for item in items if runs[item]]
     for item in items:
@@ -72,16 +58,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(0))
 
 
-def _runs(item: pytest.Item, number: int, step: int, config: pytest.Config) -> bool:
-    """Tell whether this run takes the case `number` of its function; a quick one each `step`-th."""
-    marks = {mark.name: mark.args for mark in item.iter_markers()}
+def _runs(item: pytest.Item, config: pytest.Config) -> bool:
+    """Tell whether a run of this depth takes `item`."""
+    marks = {mark.name for mark in item.iter_markers()}
     if "large" in marks and "large" not in config.option.markexpr:
         return False
-    quick: bool = "deep" not in marks and number % marks.get("thin", (step,))[0] == 0
     if config.getoption("--rest"):
         property_test = getattr(getattr(item, "function", None), "is_hypothesis_test", False)
-        return bool(not quick or property_test or "scaled" in marks)
-    return quick or bool(config.getoption("--deep"))
+        return bool(marks & {"deep", "scaled"} or property_test)
+    return "deep" not in marks or bool(config.getoption("--deep"))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tests.contract import (
     reductions,
 )
 
-__all__ = ["CHECKS", "cases"]
+__all__ = ["CHECKS", "cases", "cases_of_checks"]
 
 _PREFIX = "check_"
 _DATA = (reductions, movements, messages, persistent, algorithms)
@@ -54,3 +54,8 @@ def cases(
         if checked or not getattr(check, "needs_checks", False)
         for mode in (*modes, *(data_modes if name.startswith(_DATA_NAMES) else ()))
     ]
+
+
+def cases_of_checks(mode: str) -> list[tuple[str, str]]:
+    """Pair with `mode`, which has ``MPIMESH_CHECKS`` on, the checks that are about that."""
+    return [(name, mode) for name, check in CHECKS.items() if getattr(check, "needs_checks", False)]

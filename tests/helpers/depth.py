@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
-__all__ = ["deep", "examples", "is_deep"]
+__all__ = ["deep", "deep_but", "examples", "is_deep"]
 
 _WHOLE = settings.get_profile("deep").max_examples
 
@@ -18,6 +19,13 @@ def deep(*values: Any) -> list[Any]:
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.deep)
         for value in values
     ]
+
+
+def deep_but(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """Return `values` of a parameter, of which quick runs take `quick` alone."""
+    values = list(values)
+    assert all(value in values for value in quick), (quick, values)
+    return [one for value in values for one in ([value] if value in quick else deep(value))]
 
 
 def _now() -> settings:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
+from tests.helpers.depth import deep, deep_but
 from tests.helpers.raises import names
 from tests.launch.example_runs import EXAMPLES as FOLDER, assert_said_once
 
@@ -85,6 +86,8 @@ def test_wrong_options_of_heat2d_are_said_once(launch, ranks):
 
 SMALL = ("pca", "kmeans", "poisson_fft", "resume", "pipeline_zbv", "overlap")
 """More of them is checked by tests/virtual/examples/."""
+CHECKED = (*SMALL, "hello_mesh", "heat2d")
+"""What is run below, with what they print."""
 
 
 def test_the_small_examples_run_one_after_the_other_in_one_world(launch, tmp_path):
@@ -103,9 +106,10 @@ def test_the_small_examples_run_one_after_the_other_in_one_world(launch, tmp_pat
         assert list((tmp_path / "out").glob(f"{name}.*")), str(result)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize(
-    "path", [path for path in EXAMPLES if path.stem not in SMALL], ids=lambda path: path.stem
+    "path",
+    deep_but([path for path in EXAMPLES if path.stem not in CHECKED], FOLDER / "train_gpt.py"),
+    ids=lambda path: path.stem,
 )
 def test_an_example_runs(launch, path):
     found = re.search(rf"mpiexec -n (\d+) python examples/{path.name}", docstring_of(path))
@@ -168,9 +172,8 @@ def test_train_torch_says_once_that_it_needs_torch(launch):
     assert "pip install torch ml_dtypes" in line
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize(("ends", "numbers"), HEAT.items())
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [*deep(1, 2), 4])
 def test_heat2d(launch, tmp_path, ends, numbers, ranks):
     """The same numbers on any number of ranks; the scheme is of order 2."""
     path = next(path for path in EXAMPLES if path.name == "heat2d.py")

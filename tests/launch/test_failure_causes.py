@@ -10,7 +10,7 @@ import pytest
 
 from mpimesh.runtime.watchdog import EXIT_CODE
 from mpimesh.testing import mpi_vendor
-from tests.helpers.depth import deep
+from tests.helpers.depth import deep, deep_but
 from tests.launch.failure_programs import PRELUDE, program
 from tests.launch.test_failure_exits import LIMIT_S, failed
 
@@ -47,8 +47,7 @@ ALIKE = {
 }
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("kind", ALIKE)
+@pytest.mark.parametrize("kind", deep_but(ALIKE, "own"))
 def test_what_several_ranks_raise_alike_is_shown_once(launch, kind):
     statement, cause = ALIKE[kind]
     text = f"""
@@ -81,13 +80,12 @@ ENDS = {
 }
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("end", "wait"),
     [
         ("SIGKILL", "all_reduce"),
-        ("_exit(0)", "raw_mpi"),
         *deep(
+            ("_exit(0)", "raw_mpi"),
             ("SIGKILL", "compute"),
             ("SIGKILL", "raw_mpi"),
             ("SIGTERM", "recv"),

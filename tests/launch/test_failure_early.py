@@ -29,14 +29,13 @@ mm.DeviceMesh("dp=-1")
 MPI_FIRST = "from mpi4py import MPI"
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("before", "way", "later", "code", "cause"),
     [
         ("", "raise ValueError('too early')", 0.5, 1, "[rank 1] ValueError: too early"),
-        ("", "sys.exit(3)", 0, 3, "[rank 1] ended with exit code 3"),
-        (MPI_FIRST, "raise ValueError('too early')", 0, 1, "[rank 1] ValueError: too early"),
         *deep(
+            ("", "sys.exit(3)", 0, 3, "[rank 1] ended with exit code 3"),
+            (MPI_FIRST, "raise ValueError('too early')", 0, 1, "[rank 1] ValueError: too early"),
             ("", "raise ValueError('too early')", 0, 1, "[rank 1] ValueError: too early"),
             ("", "sys.exit(3)", 0.5, 3, "[rank 1] ended with exit code 3"),
             ("", "os.kill(os.getpid(), signal.SIGKILL)", 0.5, None, ""),

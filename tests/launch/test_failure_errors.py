@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.depth import deep
 from tests.helpers.raises import names
 from tests.launch.failure_programs import PRELUDE, program
 from tests.launch.test_failure_exits import LIMIT_S, failed
@@ -32,8 +33,7 @@ def test_a_world_that_does_not_fit_is_told_once(launch):
     assert "bort" not in result.stderr, str(result)
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("within", [False, True], ids=["open", "within"])
+@pytest.mark.parametrize("within", [False, *deep(True)], ids=["open", "within"])
 def test_a_mismatch_of_all_ranks_is_told_once(launch, within):
     way, wait = "mesh.group().barrier()", "mesh.group().all_reduce(np.ones(3)).resolve()"
     result = launch(3, program(way, wait, within=within), env=CHECKS, timeout_s=LIMIT_S)
@@ -41,8 +41,7 @@ def test_a_mismatch_of_all_ranks_is_told_once(launch, within):
     assert result.stderr.count("MismatchError:") == 1, str(result)
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("before", ["", "from mpi4py import MPI"])
+@pytest.mark.parametrize("before", ["", *deep("from mpi4py import MPI")])
 def test_a_setting_that_cannot_be_is_told_once(launch, before):
     text = f"{before}\nimport mpimesh as mm\nmm.DeviceMesh('dp=-1')"
     result = launch(4, text, env={"MPIMESH_CHEKCS": "1"}, timeout_s=LIMIT_S)
@@ -54,8 +53,7 @@ def test_a_setting_that_cannot_be_is_told_once(launch, before):
     assert not result.timed_out, str(result)
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [*deep(0), 1])
 def test_a_stage_that_fails_is_told_once_and_without_frames_of_mpimesh(launch, stage):
     text = """
     class Bad(mm.nn.Module):
@@ -99,12 +97,11 @@ def test_a_mismatch_in_a_part_of_the_mesh_ends_the_job(launch, within):
     assert "MismatchError: " in result.stderr or "left the mesh by MismatchError" in result.stderr
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("change", "error"),
     [
         ("os.environ['MPIMESH_CHECKS'] = 'abc'", "SettingsError: MPIMESH_CHECKS must be"),
-        ("comm = 'all'", "MeshError: comm must be"),
+        *deep(("comm = 'all'", "MeshError: comm must be")),
     ],
     ids=["environment", "comm"],
 )

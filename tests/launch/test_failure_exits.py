@@ -9,6 +9,7 @@ import time
 import pytest
 
 from mpimesh.testing import LaunchResult
+from tests.helpers.depth import deep, deep_but
 from tests.launch.failure_programs import WAITS, program
 
 PROMISED_S = 5.0
@@ -18,14 +19,11 @@ LIMIT_S = 40.0
 IN_MATRIX = ("all_reduce", "recv", "new_mesh")
 # What else the others may be in, and two of it with the mesh as a context manager, which sees the
 # exception first.
-CASES = pytest.mark.parametrize(
-    ("wait", "within"),
-    [
-        *((wait, False) for wait in WAITS if wait not in IN_MATRIX),
-        ("all_reduce", True),
-        ("raw_mpi", True),
-    ],
-)
+CASES = [
+    *((wait, False) for wait in WAITS if wait not in IN_MATRIX),
+    ("all_reduce", True),
+    ("raw_mpi", True),
+]
 
 
 def failed(result: LaunchResult, *, code: int | None = None) -> None:
@@ -41,8 +39,7 @@ def failed(result: LaunchResult, *, code: int | None = None) -> None:
         assert result.returncode == code, str(result)
 
 
-@pytest.mark.thin(6)
-@CASES
+@pytest.mark.parametrize(("wait", "within"), deep_but(CASES, ("raw_mpi", True)))
 def test_exception(launch, wait, within):
     text = program("raise ValueError('the cause')", wait, within=within)
     result = launch(3, text, timeout_s=LIMIT_S)
@@ -52,8 +49,7 @@ def test_exception(launch, wait, within):
     assert "PeerLostError" not in result.stderr
 
 
-@pytest.mark.thin(6)
-@CASES
+@pytest.mark.parametrize(("wait", "within"), deep_but(CASES, ("close", False)))
 def test_exit_with_a_code(launch, wait, within):
     result = launch(3, program("raise SystemExit(3)", wait, within=within), timeout_s=LIMIT_S)
     failed(result, code=3)
@@ -69,8 +65,7 @@ def test_end_in_peace_while_others_wait_for_it(launch, wait):
     assert re.search(r"PeerLostError: .*\brank 1\b.* ended\b", result.stderr), str(result)
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("wait", ["all_reduce", "raw_mpi", "compute"])
+@pytest.mark.parametrize("wait", ["all_reduce", *deep("raw_mpi", "compute")])
 def test_exception_in_a_thread(launch, wait):
     way = "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); time.sleep(100)"
     result = launch(3, program(way, wait), timeout_s=LIMIT_S)

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from mpimesh.runtime.watchdog import EXIT_CODE
+from tests.helpers.depth import deep
 from tests.launch.failure_programs import PRELUDE
 
 LIMIT_S = 40.0
@@ -23,8 +24,7 @@ with mm.DeviceMesh("dp=-1") as mesh:
 """
 
 
-@pytest.mark.thin(1)
-@pytest.mark.parametrize("nprocs", [2, 4])
+@pytest.mark.parametrize("nprocs", [2, *deep(4)])
 @pytest.mark.parametrize("way", ["os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(30)"])
 def test_t35_a_rank_that_does_not_come_ends_the_job(launch, way, nprocs):
     result = launch(nprocs, PRELUDE + BEATS.format(way=way), timeout_s=LIMIT_S)

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from mpimesh.testing import LaunchResult
+from tests.helpers.depth import deep
 from tests.launch.failure_programs import PRELUDE, program
 
 LIMIT_S = 40.0
@@ -29,17 +30,13 @@ second.group().barrier()
 """
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("last", "code"),
     [
         ("", 0),
-        ("sys.exit()", 0),
-        ("sys.exit(0)", 0),
-        ("raise SystemExit(0)", 0),
+        *deep(("sys.exit()", 0), ("sys.exit(0)", 0), ("raise SystemExit(0)", 0)),
         ("sys.exit(3)", 3),
-        ("raise SystemExit(3)", 3),
-        ("second.close(); sys.exit(3)", 3),
+        *deep(("raise SystemExit(3)", 3), ("second.close(); sys.exit(3)", 3)),
     ],
 )
 def test_all_ranks_end_alike(launch, last, code):
@@ -147,8 +144,7 @@ def test_a_forked_child_has_no_part_in_it(launch):
     assert "[rank" not in result.stderr
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("code", [0, 85])
+@pytest.mark.parametrize("code", [*deep(0), 85])
 def test_exit_all(launch, code):
     text = f"""
     import atexit
@@ -181,9 +177,9 @@ def test_exit_all_refuses_what_is_no_exit_code(launch, code):
     assert (result.returncode, result.stdout) == (0, "refused\n"), str(result)
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize(
-    ("last", "status"), [("", 0), ("sys.exit(3)", 3), ("raise SystemExit(4)", 4), ("1 / 0", 1)]
+    ("last", "status"),
+    [*deep(("", 0)), ("sys.exit(3)", 3), *deep(("raise SystemExit(4)", 4), ("1 / 0", 1))],
 )
 def test_a_forked_child_ends_without_its_parents_mpi(launch, last, status):
     """It would finalize what the parent uses: messages were lost, and jobs hung or crashed."""

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+from tests.helpers.depth import deep
 from tests.launch.failure_programs import PRELUDE
 from tests.launch.test_failure_exits import LIMIT_S, failed
 
@@ -48,15 +49,12 @@ WAYS = {
 }
 
 
-@pytest.mark.thin(8)
-@pytest.mark.parametrize("lends", [True, False], ids=["lent", "messages"])
+@pytest.mark.parametrize("lends", [True, *deep(False)], ids=["lent", "messages"])
 @pytest.mark.parametrize(
     ("way", "schedule", "kind"),
     [
         ("kill", "1f1b", "B"),
-        ("_exit", "zb1p", "F"),
-        ("sys.exit", "1f1b", "F"),
-        ("interrupt", "zb1p", "B"),
+        *deep(("_exit", "zb1p", "F"), ("sys.exit", "1f1b", "F"), ("interrupt", "zb1p", "B")),
     ],
 )
 def test_a_rank_that_leaves_within_a_step(launch, lends, way, schedule, kind):

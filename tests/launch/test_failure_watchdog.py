@@ -12,6 +12,7 @@ import pytest
 
 from mpimesh.runtime.watchdog import EXIT_CODE
 from mpimesh.testing import LaunchResult
+from tests.helpers.depth import deep
 from tests.launch.failure_programs import PRELUDE, program
 
 LIMIT_S = 40.0
@@ -109,9 +110,8 @@ mm.DeviceMesh("dp=-1")
 """
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
-    ("text", "where"), [(FIFO, "DeviceMesh"), (CLOSE, "close")], ids=["making", "closing"]
+    ("text", "where"), [(FIFO, "DeviceMesh"), *deep((CLOSE, "close"))], ids=["making", "closing"]
 )
 def test_a_rank_that_hangs_while_a_mesh_is_made_or_closed(launch, text, where):
     """As on a file system that does not answer."""

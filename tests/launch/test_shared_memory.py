@@ -10,6 +10,7 @@ from textwrap import dedent
 import pytest
 
 from mpimesh.testing import LaunchResult, mpi_vendor
+from tests.helpers.depth import deep
 from tests.launch.failure_programs import PRELUDE
 
 LIMIT_S = 40.0
@@ -45,8 +46,7 @@ def ended(result: LaunchResult) -> None:
     assert ended_s - float(gone[1]) < PROMISED_S, str(result)
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("when", ["between", "within"])
+@pytest.mark.parametrize("when", [*deep("between"), "within"])
 def test_a_killed_rank_ends_the_job_and_leaves_nothing(launch, when):
     before = left_behind()
     kill = "os.kill(os.getpid(), signal.SIGKILL)"

@@ -14,6 +14,7 @@ import pytest
 import mpimesh as mm
 from mpimesh.errors import MpimeshError
 from mpimesh.store.checkpoints import steps_in
+from tests.helpers.depth import deep
 from tests.helpers.raises import names
 from tests.launch import digits_oracle
 from tests.launch.example_runs import (
@@ -60,22 +61,15 @@ def assert_same_training(results, epochs):
 # -- the same training ---------------------------------------------------------------------------
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("ranks", "mesh", "schedule"),
     [
-        (1, "dp=1", "1f1b"),
-        (2, "dp=2", "1f1b"),
+        *deep((1, "dp=1", "1f1b"), (2, "dp=2", "1f1b")),
         (4, "dp=4", "gpipe"),
-        (2, "pp=2", "1f1b"),
-        (2, "pp=2", "gpipe"),
-        (3, "pp=3", "gpipe"),
-        (4, "pp=4", "1f1b"),
+        *deep((2, "pp=2", "1f1b"), (2, "pp=2", "gpipe"), (3, "pp=3", "gpipe"), (4, "pp=4", "1f1b")),
         (4, "pp=2,dp=2", "gpipe"),
-        (8, "dp=2,pp=4", "gpipe"),
-        (6, "pp=6", "1f1b"),
-        (2, "pp=2", "zbv"),
-        (4, "dp=2,pp=2", "interleaved"),
+        *deep((8, "dp=2,pp=4", "gpipe"), (6, "pp=6", "1f1b"), (2, "pp=2", "zbv")),
+        *deep((4, "dp=2,pp=2", "interleaved")),
         (3, "pp=3", "vhalf"),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 import mpimesh as mm
+from tests.helpers.depth import deep
 from tests.helpers.raises import names
 from tests.launch.example_runs import (
     EXAMPLES,
@@ -54,29 +55,33 @@ def meant(options):
 # -- the same training ---------------------------------------------------------------------------
 
 
-@pytest.mark.thin(5)
+FULLER = [
+    (4, "--mesh pp=2,dp=2 --shard 3 --accumulate 3 --tied"),
+    (4, "--mesh pp=2,tp=2 --schedule zbv"),
+    (4, "--mesh dp=2,pp=2 --schedule interleaved --dropout 0.2 --accumulate 2"),
+    (6, "--mesh pp=2,tp=3 --microbatches 3"),
+    (6, "--mesh tp=2,dp=3 --shard 2"),
+    (8, "--mesh dp=8 --shard 3"),
+    (8, "--mesh pp=4,tp=2 --schedule zb1p --sequence-parallel --dropout 0.2 --accumulate 2"),
+    (8, "--mesh dp=2,pp=2,tp=2 --shard 3 --tied --sequence-parallel --accumulate 2"),
+    (
+        8,
+        "--mesh tp=2,pp=2,dp=2 --schedule interleaved --zero 1 --sequence-parallel "
+        "--dropout 0.2 --accumulate 2",
+    ),
+]
+"""More dims at once, and more options; a quick run has each dim alone."""
+
+
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (1, ""),
-        (1, "--accumulate 4 --zero 1"),
+        *deep((1, ""), (1, "--accumulate 4 --zero 1")),
         (2, "--mesh pp=2 --schedule dualpipev --shard 2"),
-        (2, "--mesh tp=2 --dropout 0.2"),
+        *deep((2, "--mesh tp=2 --dropout 0.2")),
         (3, "--mesh tp=3 --sequence-parallel"),
         (4, "--mesh dp=4 --accumulate 2 --dropout 0.2 --shard 3"),
-        (4, "--mesh pp=2,dp=2 --shard 3 --accumulate 3 --tied"),
-        (4, "--mesh pp=2,tp=2 --schedule zbv"),
-        (4, "--mesh dp=2,pp=2 --schedule interleaved --dropout 0.2 --accumulate 2"),
-        (6, "--mesh pp=2,tp=3 --microbatches 3"),
-        (6, "--mesh tp=2,dp=3 --shard 2"),
-        (8, "--mesh dp=8 --shard 3"),
-        (8, "--mesh pp=4,tp=2 --schedule zb1p --sequence-parallel --dropout 0.2 --accumulate 2"),
-        (8, "--mesh dp=2,pp=2,tp=2 --shard 3 --tied --sequence-parallel --accumulate 2"),
-        (
-            8,
-            "--mesh tp=2,pp=2,dp=2 --schedule interleaved --zero 1 --sequence-parallel "
-            "--dropout 0.2 --accumulate 2",
-        ),
+        *deep(*FULLER),
     ],
 )
 def test_virtual_ranks_train_as_one_process_does(train, ranks, options):
@@ -87,14 +92,15 @@ def test_virtual_ranks_train_as_one_process_does(train, ranks, options):
     assert_same(results, **meant(options))
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
         (4, "--mesh dp=2,tp=2"),
-        (4, "--mesh dp=2,pp=2 --shard 3 --accumulate 2"),
-        (4, "--mesh pp=2,tp=2 --sequence-parallel"),
-        (8, "--mesh dp=2,pp=2,tp=2"),
+        *deep(
+            (4, "--mesh dp=2,pp=2 --shard 3 --accumulate 2"),
+            (4, "--mesh pp=2,tp=2 --sequence-parallel"),
+            (8, "--mesh dp=2,pp=2,tp=2"),
+        ),
     ],
 )
 def test_processes_train_as_one_does_and_write_the_same(launch, train, tmp_path, ranks, options):

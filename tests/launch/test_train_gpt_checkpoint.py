@@ -10,6 +10,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.store.checkpoints import steps_in
+from tests.helpers.depth import deep
 from tests.launch.example_runs import EXAMPLES, assert_one_line, example_module, in_process
 
 STEPS = 6
@@ -94,14 +95,15 @@ def test_going_on_over_nodes(train, stop_in, tmp_path, nodes_apart):
     assert parts["losses"] == whole["losses"]
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("1 --mesh dp=1", "4 --mesh pp=2,tp=2 --zero 1 --sequence-parallel"),
+        *deep(("1 --mesh dp=1", "4 --mesh pp=2,tp=2 --zero 1 --sequence-parallel")),
         ("6 --mesh dp=2,tp=3 --shard 3", "1 --mesh dp=1"),
-        ("4 --mesh pp=2,tp=2 --tied", "6 --mesh dp=3,tp=2 --shard 2 --tied"),
-        ("8 --mesh tp=2,dp=2,pp=2 --shard 3", "6 --mesh pp=2,tp=3 --schedule zbv"),
+        *deep(
+            ("4 --mesh pp=2,tp=2 --tied", "6 --mesh dp=3,tp=2 --shard 2 --tied"),
+            ("8 --mesh tp=2,dp=2,pp=2 --shard 3", "6 --mesh pp=2,tp=3 --schedule zbv"),
+        ),
     ],
 )
 def test_another_mesh_goes_on(train, stop_in, tmp_path, before, after):

@@ -16,6 +16,7 @@ import mpimesh as mm
 from mpimesh.errors import StoreError
 from mpimesh.store import arrays, open_array, save_array
 from tests.helpers.array_files import ENDS, options, plain_read
+from tests.helpers.depth import deep
 from tests.helpers.dtensor_oracle import split
 from tests.helpers.raises import raises
 
@@ -32,7 +33,7 @@ def folder(comm):
         shutil.rmtree(name)
 
 
-@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("small", [False, *deep(True)])
 @pytest.mark.parametrize("kind", ENDS)
 def test_any_layout_is_saved_and_read_in_any_other(kind, small, folder, monkeypatch):
     if small:

@@ -8,10 +8,10 @@ import pytest
 from mpimesh.comm.engine import poll
 from mpimesh.errors import TransportError
 from tests.contract.communicators import CHECKS
+from tests.helpers.depth import deep
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("limit", [0, 7])
+@pytest.mark.parametrize("limit", [*deep(0), 7])
 @pytest.mark.parametrize("name", CHECKS)
 def test_contract(name, limit, comm):
     from mpimesh.comm.mpi import MPICommunicator

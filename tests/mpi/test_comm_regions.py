@@ -15,6 +15,7 @@ from mpimesh.errors import ClosedError, MismatchError
 from mpimesh.layout import Part, Regions, Take
 from tests.contract.regions import DTYPES, gives_of, make, ring, rows_to_columns
 from tests.contract.shared_memory import MEMORIES, done, node_of, opened, put
+from tests.helpers.depth import deep, deep_but
 from tests.helpers.raises import raises
 
 NODES = {
@@ -55,8 +56,7 @@ def check(ranks, seed, dtype, memory, **options):
         source.reshape(-1).view("u1")[...] = case.sources[me].reshape(-1).view("u1")
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", deep_but(DTYPES, "f2", "S3", "record"))
 @pytest.mark.parametrize("mode", ["always", "auto", "never"])
 def test_any_exchange(comm, mode, dtype):
     limit = 7 if mode == "auto" else 0
@@ -66,9 +66,8 @@ def test_any_exchange(comm, mode, dtype):
                 check(ranks, seed, dtype, memory, max_bytes=(0, 0, 100)[seed % 3])
 
 
-@pytest.mark.thin(2)
 @pytest.mark.nprocs(1, 2, 3, 4)
-@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("mode", ["always", *deep("never")])
 def test_large_ones(comm, mode):
     """Longer than a piece that is read at a time, and than one message may be."""
     with opened(comm, mode) as ranks:
@@ -79,10 +78,9 @@ def test_large_ones(comm, mode):
                 check(ranks, seed, dtype, memory, axes=2, side=120, max_bytes=10_000)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.nprocs(3, 4, 8)
-@pytest.mark.parametrize("limit", [0, 7])
-@pytest.mark.parametrize("nodes", NODES)
+@pytest.mark.parametrize("limit", [*deep(0), 7])
+@pytest.mark.parametrize("nodes", deep_but(NODES, "in turn", "one apart"))
 def test_several_nodes(comm, nodes, limit):
     node = NODES[nodes](comm.rank, comm.size)
     with opened(comm, limit=limit, part=node) as ranks:
@@ -187,10 +185,9 @@ class Idle:
         return not self.ranks.engine.busy(self.ranks._shared)
 
 
-@pytest.mark.thin(5)
 @pytest.mark.nprocs(2, 3, 4, 8)
-@pytest.mark.parametrize("after", [False, True], ids=["before the work", "after the work"])
-@pytest.mark.parametrize("number", range(1, 5))
+@pytest.mark.parametrize("after", [*deep(False), True], ids=["before the work", "after the work"])
+@pytest.mark.parametrize("number", deep_but(range(1, 5), 1, 4))
 @pytest.mark.parametrize("memory", ["ordinary", "shared"])
 def test_an_interrupted_test_goes_on_where_it_was(comm, monkeypatch, memory, number, after):
     """A sum is not added up twice."""
@@ -316,9 +313,8 @@ def test_sums_have_the_same_bits_whichever_way(comm):
                         assert target.tobytes() == total.tobytes()
 
 
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("nodes", [None, *NODES])
-@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("nodes", deep_but([None, *NODES], None, "one apart"))
+@pytest.mark.parametrize("memory", deep_but(MEMORIES, "mixed"))
 def test_what_nobody_takes_of_may_be_taken_into(comm, memory, nodes):
     """One array is source and target, in shared memory and by messages, many times over."""
     n, me = comm.size, comm.rank

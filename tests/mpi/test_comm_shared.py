@@ -9,6 +9,7 @@ import pytest
 
 from tests.contract.communicators import CHECKS
 from tests.contract.shared_memory import MEMORIES, done, opened, put, reduced_in_order
+from tests.helpers.depth import deep
 
 DTYPES = ["f4", "f8", "i4", "D"]
 # The smallest stage has 64 bytes for each rank, an ordinary one 256 KiB; pieces are of 128 KiB.
@@ -199,9 +200,8 @@ def test_ordinary_arrays_may_go_by_messages(comm, limit):
                 assert np.array_equal(whole, total)
 
 
-@pytest.mark.thin(4)
 @pytest.mark.nprocs(1, 2, 3, 4)
-@pytest.mark.parametrize(("node_ranks", "limit"), [(0, 0), (2, 7)])
+@pytest.mark.parametrize(("node_ranks", "limit"), [*deep((0, 0)), (2, 7)])
 @pytest.mark.parametrize("name", CHECKS)
 def test_contract(name, node_ranks, limit, comm):
     with opened(comm, limit=limit, node_ranks=node_ranks) as ranks:

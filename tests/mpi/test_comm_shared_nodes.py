@@ -10,6 +10,7 @@ import pytest
 import mpimesh as mm
 from mpimesh.runtime.world import current_world
 from tests.contract.shared_memory import MEMORIES, done, opened, put, reduced_in_order
+from tests.helpers.depth import deep, deep_but
 from tests.helpers.raises import raises
 
 NODE_RANKS = [2, 3, 4]
@@ -34,9 +35,8 @@ def by_nodes(inputs, node_ranks):
     return [reduced_in_order(node, "sum") for node in nodes]
 
 
-@pytest.mark.thin(3)
 @pytest.mark.nprocs(3, 4, 8)
-@pytest.mark.parametrize("node_ranks", NODE_RANKS)
+@pytest.mark.parametrize("node_ranks", deep_but(NODE_RANKS, 3))
 @pytest.mark.parametrize("limit", [0, 7])
 def test_all_reduce(comm, node_ranks, limit):
     """Also where the last node has fewer ranks than the others."""
@@ -61,7 +61,7 @@ def test_all_reduce(comm, node_ranks, limit):
                 assert set(results) == {comm.bcast(results[0], 0)}, (size, dtype)
 
 
-@pytest.fixture(params=NODES)
+@pytest.fixture(params=deep_but(NODES, "in turn", "one apart"))
 def node_of_rank(request):
     return NODES[request.param]
 
@@ -84,9 +84,8 @@ def memory_of(place, node):
     return ("ordinary", "shared")[node % 2] if place == "node by node" else place
 
 
-@pytest.mark.thin(5)
 @pytest.mark.nprocs(2, 3, 4, 8)
-@pytest.mark.parametrize("limit", [0, 7])
+@pytest.mark.parametrize("limit", [*deep(0), 7])
 def test_reduce_scatter(comm, node_of_rank, limit):
     node = node_of_rank(comm.rank, comm.size)
     with opened(comm, limit=limit, part=node) as ranks:
@@ -101,7 +100,6 @@ def test_reduce_scatter(comm, node_of_rank, limit):
                 np.testing.assert_array_equal(x, inputs[me])
 
 
-@pytest.mark.thin(3)
 @pytest.mark.nprocs(2, 3, 4, 8)
 def test_reduce_scatter_is_the_same_to_the_last_bit(comm, node_of_rank):
     """Wherever the arrays lie, and whenever it is done."""
@@ -120,9 +118,8 @@ def test_reduce_scatter_is_the_same_to_the_last_bit(comm, node_of_rank):
         assert len(results) == 1
 
 
-@pytest.mark.thin(5)
 @pytest.mark.nprocs(2, 3, 4, 8)
-@pytest.mark.parametrize("limit", [0, 7])
+@pytest.mark.parametrize("limit", [*deep(0), 7])
 def test_all_gather(comm, node_of_rank, limit):
     node = node_of_rank(comm.rank, comm.size)
     with opened(comm, limit=limit, part=node) as ranks:
@@ -137,9 +134,8 @@ def test_all_gather(comm, node_of_rank, limit):
                     np.testing.assert_array_equal(y, inputs[0], f"{place} {target} {counts}")
 
 
-@pytest.mark.thin(5)
 @pytest.mark.nprocs(2, 3, 4, 8)
-@pytest.mark.parametrize("limit", [0, 7])
+@pytest.mark.parametrize("limit", [*deep(0), 7])
 def test_broadcast(comm, node_of_rank, limit):
     node = node_of_rank(comm.rank, comm.size)
     with opened(comm, limit=limit, part=node) as ranks:
@@ -151,9 +147,8 @@ def test_broadcast(comm, node_of_rank, limit):
                     np.testing.assert_array_equal(x, inputs[root], f"{place} from {root}")
 
 
-@pytest.mark.thin(5)
 @pytest.mark.nprocs(2, 3, 4, 8)
-@pytest.mark.parametrize("limit", [0, 7])
+@pytest.mark.parametrize("limit", [*deep(0), 7])
 def test_all_to_all(comm, node_of_rank, limit):
     node = node_of_rank(comm.rank, comm.size)
     with opened(comm, limit=limit, part=node) as ranks:

@@ -7,7 +7,8 @@ import pytest
 from mpimesh.runtime.world import current_world
 from tests.contract.mismatches import swapped_calls_on_lines_of_their_own
 from tests.contract.shared_memory import node_of
-from tests.contract.suite import CHECKS, cases
+from tests.contract.suite import CHECKS, cases, cases_of_checks
+from tests.helpers.depth import deep_but
 
 MODES = {
     "checked": {"MPIMESH_CHECKS": "1"},
@@ -26,6 +27,29 @@ MODES = {
 }
 
 
+MOVING = (
+    "reductions: all reduce of every dtype and op",
+    "reductions: reductions of scalars and empty arrays",
+    "reductions: reductions in place",
+    "movements: uneven all to all",
+    "movements: movements into every output",
+    "persistent: every movement can be planned",
+    "persistent: a halo is exchanged again and again",
+    "algorithms: all ranks have the same bits",
+)
+"""What a quick run has of the modes that change how bytes are moved: each kind of operation."""
+
+
+UNCHECKED = cases("unchecked", checked=False)
+# What is refused, named or closed is the same code on virtual ranks.
+OF_MPI = ("reductions", "movements:", "messages", "persistent", "algorithms", "handles", "barriers")
+QUICK = [case for case in UNCHECKED if case[0].startswith(OF_MPI)]
+
+
+def moving(mode):
+    return [(name, mode) for name in MOVING]
+
+
 def collectives(mode):
     return [
         case
@@ -40,29 +64,29 @@ def run(name, mode, comm, monkeypatch):
     CHECKS[name](comm)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.nprocs(1, 2, 3, 4)
-@pytest.mark.parametrize(("name", "mode"), cases("checked"))
+@pytest.mark.parametrize(("name", "mode"), deep_but(cases("checked"), *cases_of_checks("checked")))
 def test_checked(name, mode, comm, monkeypatch):
     run(name, mode, comm, monkeypatch)
 
 
-@pytest.mark.parametrize(("name", "mode"), cases("unchecked", checked=False))
+@pytest.mark.parametrize(("name", "mode"), deep_but(UNCHECKED, *QUICK))
 def test_unchecked(name, mode, comm, monkeypatch):
     run(name, mode, comm, monkeypatch)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.nprocs(1, 2, 3, 4)
-@pytest.mark.parametrize(("name", "mode"), cases(data_modes=("chunks of 7",), checked=False))
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    deep_but(cases(data_modes=("chunks of 7",), checked=False), *moving("chunks of 7")),
+)
 def test_other_modes(name, mode, comm, monkeypatch):
     run(name, mode, comm, monkeypatch)
 
 
 # Messages between two ranks are the same in these.
-@pytest.mark.thin(2)
 @pytest.mark.nprocs(2, 4, 8)
-@pytest.mark.parametrize(("name", "mode"), collectives("shared"))
+@pytest.mark.parametrize(("name", "mode"), deep_but(collectives("shared"), *moving("shared")))
 def test_shared(name, mode, comm, monkeypatch):
     run(name, mode, comm, monkeypatch)
 

@@ -7,11 +7,11 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.contract.meshes import groups_of
 from tests.contract.programs import programs, run
-from tests.helpers.depth import examples
+from tests.helpers.depth import deep, examples
 
 
 @pytest.mark.scaled
-@pytest.mark.parametrize("chunk", ["0", "7"])
+@pytest.mark.parametrize("chunk", ["0", *deep("7")])
 @pytest.mark.parametrize("checks", ["0", "1"])
 def test_random_programs(comm, chunk, checks, monkeypatch):
     monkeypatch.setenv("MPIMESH_CHECKS", checks)

@@ -12,6 +12,7 @@ from mpimesh import nn
 from mpimesh.errors import MismatchError, ShapeError, StageError
 from mpimesh.nn import Constant, Parameter
 from mpimesh.parallel import DataParallel, GradientBuckets
+from tests.helpers.depth import deep
 from tests.helpers.parallel_models import (
     SEED,
     batch,
@@ -48,7 +49,6 @@ def test_each_rank_gives_its_own_rows(comm, kind):
         check_replicas_train_like_one(model, 13, step)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("bucket_bytes", [1, 1000, 1 << 22])
 def test_buckets_sum_over_the_ranks(comm, dtype, bucket_bytes):
@@ -105,9 +105,8 @@ def test_a_replica_that_fails_ends_the_step_on_all(comm, kind):
             trap.disarm()
 
 
-@pytest.mark.thin(3)
 @pytest.mark.nprocs(2, 3, 4)
-@pytest.mark.parametrize("checks", ["0", "1"])
+@pytest.mark.parametrize("checks", ["0", *deep("1")])
 @pytest.mark.parametrize("odd", ["forward", "no_sync", "no batch"])
 def test_a_replica_in_another_step_is_told_on_all(comm, odd, checks, monkeypatch):
     """Its status must not meet the others' sums of gradients, which go among the same ranks."""

@@ -9,6 +9,7 @@ from mpi4py import MPI
 import mpimesh as mm
 from mpimesh.layout import LinkCost, LinkCosts
 from mpimesh.runtime.world import current_world
+from tests.helpers.depth import deep
 from tests.helpers.dtensor_oracle import placements, split
 
 RANKS = MPI.COMM_WORLD.size
@@ -24,9 +25,8 @@ def made_up(monkeypatch, node_ranks):
     monkeypatch.setattr(current_world(), "node", None)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("dims", [f"a={RANKS}", *([f"a=2,b={RANKS // 2}"] * (RANKS % 2 == 0))])
-@pytest.mark.parametrize("node_ranks", [2, 3])
+@pytest.mark.parametrize("node_ranks", [2, *deep(3)])
 def test_on_two_levels(dims, node_ranks, monkeypatch):
     if node_ranks >= RANKS:
         pytest.skip("takes more than one node")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
+from tests.helpers.depth import deep, deep_but
 
 
 class Late(Exception):
@@ -94,9 +95,8 @@ def _after(kind, seconds):
 
 
 @pytest.mark.nprocs(2, 3)
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("kind", [Late, Quit])
-@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.parametrize("kind", [Late, *deep(Quit)])
+@pytest.mark.parametrize("name", deep_but(WAITS, "planned", "product", "barrier", "large recv"))
 def test_a_program_goes_on_after_an_exception_in_a_wait(comm, tmp_path_factory, name, kind):
     folder = comm.bcast(tmp_path_factory.mktemp("saved") if comm.rank == 0 else None)
     with mm.DeviceMesh("dp=-1", comm) as mesh:

@@ -14,6 +14,7 @@ from mpimesh import nn, optim
 from mpimesh.errors import MismatchError, StageError, StageShapeError
 from mpimesh.parallel import links
 from mpimesh.schedule import schedule_names, stages_per_rank
+from tests.helpers.depth import deep
 from tests.helpers.parallel_models import (
     CLASSES,
     SEED,
@@ -57,16 +58,14 @@ def edges(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("rows", [32, 13, 1])
+@pytest.mark.parametrize("schedule", ["1f1b", *deep("gpipe")])
+@pytest.mark.parametrize("rows", [*deep(32), 13, 1])
 def test_every_mesh_trains_the_same(comm, schedule, rows):
     for dims in meshes(comm):
         with mm.DeviceMesh(dims, comm) as mesh:
             assert_same(train_on(mesh, 3, rows, schedule=schedule), train_alone(3, rows))
 
 
-@pytest.mark.thin(2)
 def test_large_activations_and_many_microbatches(comm):
     """Messages that no MPI buffers, in numbers that would fill any buffer of small ones."""
 
@@ -87,8 +86,7 @@ def test_large_activations_and_many_microbatches(comm):
             np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("rows", [0, 1, 7, 24])
+@pytest.mark.parametrize("rows", [0, *deep(1), 7, *deep(24)])
 def test_forward_everywhere(comm, rows):
     alone = nn.Sequential(layers())
     alone.materialize(seed=SEED, dtype=np.float64)
@@ -100,8 +98,7 @@ def test_forward_everywhere(comm, rows):
             np.testing.assert_allclose(y, alone.forward(x), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("rows", [13, 1])
+@pytest.mark.parametrize("rows", [13, *deep(1)])
 def test_the_optimizer_inside_a_step_gives_the_same_bits(comm, rows):
     for dims in meshes(comm):
         with mm.DeviceMesh(dims, comm) as mesh:
@@ -144,11 +141,10 @@ def test_ranks_need_only_what_they_use(comm):
             assert loss == pytest.approx(train_alone(1, 13 + step).losses[0], rel=1e-12)
 
 
-@pytest.mark.thin(5)
 @pytest.mark.nprocs(2, 3, 4, 8)
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", *deep("gpipe")])
 @pytest.mark.parametrize("kind", ["F", "B"])
-@pytest.mark.parametrize("microbatch", [0, 3])
+@pytest.mark.parametrize("microbatch", [*deep(0), 3])
 def test_a_stage_that_raises(comm, schedule, kind, microbatch):
     with mm.DeviceMesh(cut_mesh(comm), comm) as mesh:
         num_stages = mesh.dim_size("pp")
@@ -236,7 +232,6 @@ def lent(mesh):
     return 0 if lending is None else lending.num_lent
 
 
-@pytest.mark.thin(2)
 @pytest.mark.nprocs(2, 3, 4)
 def test_what_was_lent_comes_back(comm, edges):
     """After every step, be it a failed one, and the slots are used again."""
@@ -297,7 +292,6 @@ def test_a_layer_may_keep_what_it_got(comm, edges):
         np.testing.assert_array_equal(got, was)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.nprocs(2, 4)
 @pytest.mark.parametrize("schedule", [name for name in schedule_names() if name != "forward"])
 def test_both_kinds_of_edges_give_the_same_bits(comm, monkeypatch, schedule):

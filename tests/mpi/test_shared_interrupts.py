@@ -12,6 +12,7 @@ import mpimesh as mm
 from mpimesh.comm import shared_collectives
 from mpimesh.comm.shared_work import do_at_once, reduce_into
 from mpimesh.errors import DTypeError, MismatchError
+from tests.helpers.depth import deep, deep_but
 from tests.helpers.raises import raises
 
 SIZE = 200_000
@@ -23,9 +24,8 @@ def _shared(monkeypatch):
     monkeypatch.setenv("MPIMESH_CHECKS", "0")
 
 
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("after", [False, True], ids=["before the work", "after the work"])
-@pytest.mark.parametrize("number", range(1, 6))
+@pytest.mark.parametrize("after", [*deep(False), True], ids=["before the work", "after the work"])
+@pytest.mark.parametrize("number", deep_but(range(1, 6), 1, 4))
 @pytest.mark.parametrize("kind", ["shared", "ordinary"])
 def test_an_interrupted_test_goes_on_where_it_was(comm, monkeypatch, kind, number, after):
     """As Ctrl-C or a handler's exception does, but at a place that is the same in each run."""
@@ -84,8 +84,7 @@ def test_a_mesh_closes_after_a_mismatch_that_was_caught(comm):
         mesh.close()
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("order", [*deep("<"), ">"])
 @pytest.mark.parametrize("size", [4, 3000, 300_000])
 def test_a_mean_of_either_byte_order(comm, order, size):
     with mm.DeviceMesh("dp=-1", comm) as mesh:

@@ -9,6 +9,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.errors import MismatchError
+from tests.helpers.depth import deep
 from tests.helpers.named_ranks import named_ranks
 
 ODD = 1
@@ -214,9 +215,8 @@ def test_what_queues_behind_shared_memory_starts_though_what_comes_after_it_diff
 
 
 @pytest.mark.nprocs(2)
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("odd_kind", ["f4", "f8", "i1"])
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("odd_kind", ["f4", *deep("f8", "i1")])
+@pytest.mark.parametrize("late", [0, *deep(1)])
 @pytest.mark.parametrize(
     "common",
     [
@@ -263,8 +263,7 @@ def test_done_is_true_where_resolve_would_raise(comm):
 
 
 @pytest.mark.nprocs(2)
-@pytest.mark.thin(9)
-@pytest.mark.parametrize("odd", ["f4", "broadcast", "barrier"])
+@pytest.mark.parametrize("odd", ["f4", *deep("broadcast", "barrier")])
 def test_many_under_way_of_which_the_first_differs(comm, odd):
     with mm.DeviceMesh("dp=-1", comm) as mesh:
         group = mesh.group()
@@ -283,7 +282,6 @@ def test_many_under_way_of_which_the_first_differs(comm, odd):
         assert not group._core.progress.pending
 
 
-@pytest.mark.thin(3)
 def test_many_under_way_resolved_in_any_order(comm):
     with mm.DeviceMesh("dp=-1", comm) as mesh:
         group = mesh.group()

@@ -46,7 +46,6 @@ def mesh(comm, monkeypatch):
         yield mesh
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("memory", ["shared", "ordinary"])
 def test_arrays_that_come_back_in_other_hands(mesh, name, memory):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
+from tests.helpers.depth import deep
 
 ROWS, COLUMNS = 13, 17
 
@@ -38,8 +39,7 @@ def stepped(u: Any) -> Any:
     return (u[1:-1, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[:-2, :-2] + u[2:, 2:]) / 5
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("boundary", ["periodic", 0.5, "edge"])
+@pytest.mark.parametrize("boundary", [*deep("periodic"), 0.5, *deep("edge")])
 def test_a_stencil_has_the_bits_of_one_rank(comm, where, boundary):
     pad: dict[str, Any] = {"periodic": {"mode": "wrap"}, "edge": {"mode": "edge"}}.get(
         boundary, {"constant_values": boundary}
@@ -108,8 +108,7 @@ def test_a_function_of_blocks(comm):
         np.testing.assert_allclose(sums.full(), whole().sum(axis=0), rtol=1e-12)
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("width", [1, {0: (2, 0), 1: (0, 3)}])
+@pytest.mark.parametrize("width", [*deep(1), {0: (2, 0), 1: (0, 3)}])
 def test_a_rank_receives_its_halo_and_nothing_else(comm, where, width):
     """The elements around a block of 12 x 10, but for what the rank has itself."""
     for dims in meshes(comm):

@@ -11,7 +11,6 @@ from tests.contract.received import OPERATIONS, check_operation
 from tests.helpers.raises import raises
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_an_operation_receives(comm, name):
     check_operation(comm, name)

@@ -8,6 +8,7 @@ import pytest
 import mpimesh as mm
 from mpimesh import nn, optim
 from mpimesh.parallel import DataParallel
+from tests.helpers.depth import deep
 from tests.helpers.parallel_models import (
     SEED,
     batch,
@@ -21,7 +22,7 @@ from tests.helpers.parallel_models import (
 pytestmark = pytest.mark.usefixtures("stage")
 
 
-@pytest.mark.parametrize("bucket_bytes", [300, 1 << 20])
+@pytest.mark.parametrize("bucket_bytes", [300, *deep(1 << 20)])
 def test_it_trains_like_one_process(comm, bucket_bytes):
     with mm.DeviceMesh(f"dp={comm.size}", comm) as mesh:
         model = DataParallel(

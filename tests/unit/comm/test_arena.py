@@ -18,6 +18,7 @@ from hypothesis import given, strategies as st
 
 from mpimesh.comm.arena import HUGE_PAGE_BYTES, Arena, Node
 from mpimesh.errors import TransportError
+from tests.helpers.depth import deep
 from tests.helpers.raises import raises
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -61,16 +62,14 @@ def test_parts_do_not_overlap(node, sizes):
         assert np.all(part == number)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("nbytes", "alignment_bytes"),
     [
         (0, 64),
-        (1, 64),
+        *deep((1, 64)),
         (PAGES_BYTES - 1, 64),
         (PAGES_BYTES, 4096),
-        (HUGE_PAGE_BYTES - 1, 4096),
-        (HUGE_PAGE_BYTES, HUGE_PAGE_BYTES),
+        *deep((HUGE_PAGE_BYTES - 1, 4096), (HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)),
         (HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES),
     ],
 )

@@ -42,7 +42,6 @@ from tests.helpers.raises import raises
 from tests.helpers.ranks import on
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("checks", ["0", "1"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_b12_gradients_in_any_order(size, checks, monkeypatch):

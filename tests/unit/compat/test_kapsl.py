@@ -82,7 +82,6 @@ def test_k3_expected_world_size():
     assert MeshTopology.mixed(2, 3, 4).expected_world_size == 24
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize(
     ("topology", "few", "many", "text"),
     [
@@ -462,7 +461,6 @@ def test_k24_probing_and_preferences(monkeypatch, tmp_path):
     assert GpuPreference.parse("") is None
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i4", "i8", "u1", ml_dtypes.bfloat16])
 def test_k25_all_reduce_of_every_dtype_and_operation(dtype):
     rows = np.array([[1, 2, 3], [4, 1, 2]]).astype(dtype)
@@ -556,7 +554,6 @@ def test_k30_send_and_recv():
     on("dp=3", main)
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("checks", ["0", "1"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_k31_every_operation(size, checks, monkeypatch):
@@ -627,7 +624,6 @@ def test_k31_an_output_that_does_not_fit_leaves_the_ranks_together():
     mm.run_virtual(2, main)
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_k32_ranks_in_threads_agree_with_numpy(size):
     rows = np.random.default_rng(0).integers(0, 9, (size, 4 * size)).astype(float)

@@ -28,7 +28,6 @@ GRID = tf.Mesh(["x", "y"], np.arange(6).reshape(3, 2), [*range(6)], cpus(6), "M"
 LATE = tf.Mesh(["x", "y"], np.arange(4, 10).reshape(3, 2), [6, 7], cpus(2, 1))
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -67,7 +66,6 @@ def test_t3_shape_and_dim_size():
         GRID.dim_size("z")
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize(
     ("shape", "strides"),
     [((3, 2), [2, 1]), ((2, 4, 2), [8, 2, 1]), ((8, 16, 2, 4), [128, 8, 4, 1]), ((8,), [1])],
@@ -371,7 +369,6 @@ def test_t28_copy_to_mesh():
     on("x=3,y=2", main)
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize(
     ("source", "target", "becomes"),
     [

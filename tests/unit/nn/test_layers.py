@@ -82,7 +82,6 @@ def test_half_precision_is_near_double(case, dtype, tolerance):
     )
 
 
-@pytest.mark.thin(3)
 @EVERY
 @settings(max_examples=examples(20))
 @given(cuts=st.lists(st.integers(0, 7), max_size=4), order=st.randoms(use_true_random=False))

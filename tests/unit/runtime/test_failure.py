@@ -16,6 +16,7 @@ from mpimesh.mesh import Mesh
 from mpimesh.runtime.agreement import agree_alike
 from mpimesh.runtime.call import readable
 from mpimesh.runtime.launch import exit_status
+from tests.helpers.depth import deep_but
 
 
 def caught(function):
@@ -173,9 +174,12 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", PROGRAMS)
+# An exit that is told, one that is not, an error, an exit that is none, and one of another thread.
+QUICK = ("sys.exit(3)", "bare, in a function", "an error", "exit caught", "exit of a thread")
+
+
+@pytest.mark.parametrize("mode", deep_but(MODES, "script", "-c"))
+@pytest.mark.parametrize("name", deep_but(PROGRAMS, *QUICK))
 def test_the_status_of_the_main_program_is_known(tmp_path, mode, name):
     text, status, known_of_script, known_elsewhere = PROGRAMS[name]
     program = HEAD + textwrap.dedent(text) + "\n"

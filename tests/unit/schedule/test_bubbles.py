@@ -12,6 +12,7 @@ import pytest
 
 from mpimesh.schedule import Schedule, ScheduleName, Timetable, make_schedule, simulate
 from mpimesh.schedule.costs import Seconds
+from tests.helpers.depth import deep
 
 # F, I and W of one stage. In all of them W is no longer than F and I.
 TIMES = [(1, 1, 1), (3, 3, 3), (4, 5, 3), (5, 4, 4), (2, 3, 1), (3, 2, 1)]
@@ -53,10 +54,9 @@ def test_gpipe_and_1f1b(name, times):
         assert peaks(outcome.schedule) == expected
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("name", ["interleaved", "looped_bfs"])
-@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("chunks", [*deep(1, 2), 3])
 def test_looped(name, chunks, times):
     """A bubble v times shorter, for every number of microbatches from that of the ranks on."""
     for p in RANKS:
@@ -165,9 +165,17 @@ def test_vhalf_has_no_bubble_in_its_steady_state(times):
         assert len(rests) == 1
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize(
-    "name", ["zb1p", "zb2p", "zbv", "vhalf", "vmin", "dualpipev", "interleaved", "looped_bfs"]
+    "name",
+    [
+        *deep("zb1p"),
+        "zb2p",
+        *deep("zbv", "vhalf"),
+        "vmin",
+        *deep("dualpipev"),
+        "interleaved",
+        *deep("looped_bfs"),
+    ],
 )
 def test_few_microbatches_take_no_longer_than_more(name):
     """Also below the numbers that a schedule is made for."""

@@ -29,6 +29,7 @@ from mpimesh.schedule import (
     zb2p,
     zbv,
 )
+from tests.helpers.depth import deep_but
 from tests.helpers.raises import raises
 
 K = ActionKind
@@ -56,8 +57,7 @@ def grid(name: str, num_ranks: int) -> Iterator[tuple[int, int]]:
             yield chunks, num_microbatches
 
 
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("num_ranks", range(1, 9))
+@pytest.mark.parametrize("num_ranks", deep_but(range(1, 9), 3, 4))
 @pytest.mark.parametrize("name", schedule_names())
 def test_every_size_is_proved(name, num_ranks):
     directions = 1 if name == "forward" else 2

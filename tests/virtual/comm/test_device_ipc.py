@@ -24,6 +24,7 @@ from tests.devices.operations import (
     same,
 )
 from tests.devices.virtual import on_ranks
+from tests.helpers.depth import deep
 from tests.helpers.raises import raises
 
 
@@ -40,7 +41,7 @@ def found(comm, *, apart=True):
     return strategy and Alone(comm, strategy), why
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, *deep(2), 3, *deep(4)])
 @pytest.mark.parametrize("apart", [False, True])
 def test_every_operation(size, apart):
     def main(comm):

@@ -15,6 +15,7 @@ from tests.devices.alone import Alone
 from tests.devices.fake_cuda import installed
 from tests.devices.operations import check_all, device, finish, nonsense
 from tests.devices.virtual import on_ranks
+from tests.helpers.depth import deep
 from tests.helpers.raises import raises
 
 
@@ -25,7 +26,7 @@ def found(comm):
     return strategy and Alone(comm, strategy), why
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, *deep(2), 3, *deep(4)])
 def test_every_operation(size):
     def main(comm):
         alone, why = found(comm)

@@ -13,9 +13,10 @@ from mpimesh.comm.host_strategies import Staged
 from tests.devices.alone import Alone
 from tests.devices.operations import check_all, device, finish, nonsense, same
 from tests.devices.virtual import on_ranks
+from tests.helpers.depth import deep
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, *deep(2), 3, *deep(4)])
 @pytest.mark.parametrize("stage_bytes", [256, 4096])
 def test_every_operation(size, stage_bytes):
     def main(comm):

@@ -26,7 +26,6 @@ def test_two_kinds_stay_silent():
     assert {case.name for case in CASES.values() if case.found == "silent"} == SILENT
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("more", [0, *deep(1, 2)])
 @pytest.mark.parametrize("name", CASES)
 def test_mismatch(name, more, monkeypatch):
@@ -50,7 +49,6 @@ RIGHT = [
 """Programs that are right where no rank is odd; the others leave something open, or wait."""
 
 
-@pytest.mark.thin(6)
 @pytest.mark.parametrize("checks", ["1", *deep("0")])
 @pytest.mark.parametrize("name", RIGHT)
 def test_no_alarm_where_no_rank_is_odd(name, checks, monkeypatch):

@@ -6,8 +6,8 @@ import pytest
 
 import mpimesh as mm
 from tests.contract.mismatches import swapped_calls_on_lines_of_their_own
-from tests.contract.suite import CHECKS, cases
-from tests.helpers.depth import deep
+from tests.contract.suite import CHECKS, cases, cases_of_checks
+from tests.helpers.depth import deep, deep_but
 
 MODES = {
     "buffered": ({"MPIMESH_CHECKS": "1"}, False),
@@ -23,14 +23,16 @@ def run(name, size, mode, monkeypatch):
     mm.run_virtual(size, CHECKS[name], None, rendezvous=rendezvous)
 
 
-@pytest.mark.parametrize("size", [2, 3, *deep(1, 4)])
+@pytest.mark.parametrize("size", [*deep(2), 3, *deep(1, 4)])
 @pytest.mark.parametrize(("name", "mode"), cases("unchecked", checked=False))
 def test_contract(name, size, mode, monkeypatch):
     run(name, size, mode, monkeypatch)
 
 
 @pytest.mark.parametrize("size", [3, *deep(1, 2, 4)])
-@pytest.mark.parametrize(("name", "mode"), cases("rendezvous"))
+@pytest.mark.parametrize(
+    ("name", "mode"), deep_but(cases("rendezvous"), *cases_of_checks("rendezvous"))
+)
 def test_checked(name, size, mode, monkeypatch):
     run(name, size, mode, monkeypatch)
 

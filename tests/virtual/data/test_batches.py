@@ -23,6 +23,7 @@ from mpimesh.errors import (
     StageError,
     UnknownNameError,
 )
+from tests.helpers.depth import deep
 from tests.helpers.parallel_models import SEED, layers, make_pipeline, on_ranks
 from tests.helpers.raises import raises
 
@@ -295,9 +296,9 @@ def test_the_next_batch_is_read_while_this_one_trains():
     mm.run_virtual(1, main)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-@pytest.mark.parametrize("broken_at", [0, 1, 4])
-@pytest.mark.parametrize("dims", ["dp=1", "dp=2", "dp=2,pp=2", "pp=3"])
+@pytest.mark.parametrize("prefetch", [0, *deep(1), 3])
+@pytest.mark.parametrize("broken_at", [*deep(0), 1, 4])
+@pytest.mark.parametrize("dims", [*deep("dp=1"), "dp=2", "dp=2,pp=2", *deep("pp=3")])
 def test_an_error_of_one_rank_s_reading_is_raised_on_all(dims, broken_at, prefetch):
     """By the first batch, or by the step that takes a later one; and it is not for ever."""
 
@@ -404,8 +405,10 @@ def test_ranks_whose_functions_build_batches_differently():
 # -- for a model -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["arrays", "function", "dict of arrays", "dict of a function"])
-@pytest.mark.parametrize("dims", ["dp=2", "pp=2", "pp=4", "dp=2,pp=3"])
+@pytest.mark.parametrize(
+    "form", ["arrays", *deep("function", "dict of arrays"), "dict of a function"]
+)
+@pytest.mark.parametrize("dims", [*deep("dp=2", "pp=2"), "pp=4", "dp=2,pp=3"])
 def test_ranks_read_what_their_stages_take(dims, form):
     """The training is that with batches of which all ranks read all."""
 

@@ -223,7 +223,6 @@ def parts_of(blocks: list[Block]) -> Iterator[tuple[str, list[Block]]]:
         yield part[0].kind, part
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("page", [page for page in PAGES if any(map(runs, BLOCKS[page]))], ids=str)
 def test_a_page(page, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
@@ -296,7 +295,6 @@ NOT_RUN = [
 ]
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("block", NOT_RUN)
 def test_a_block_that_is_not_run_says_why_and_can_be_read(block: Block) -> None:
     assert block.marks["not run"], "which reason?"
@@ -436,7 +434,6 @@ def check(command: str) -> None:
     ), f"what is {name}?"
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if any(one.kind == "sh" for one in BLOCKS[page])], ids=str
 )
@@ -455,7 +452,6 @@ def test_commands_name_what_is_there(page):
 # -- names -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_names_are_there(page):
     """Whatever stands in the text as `mm.name`, or `mpimesh.room.name`."""
@@ -478,7 +474,6 @@ def test_names_are_there(page):
     assert not missing, f"{page}: no such names: {missing}"
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_files_that_are_named_are_there(page):
     """Whatever stands in the text as `room/file.py`, in the library or beside it."""
@@ -489,7 +484,6 @@ def test_files_that_are_named_are_there(page):
     assert not missing, f"{page}: {missing}"
 
 
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_links_lead_to_files(page):
     links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", (ROOT / page).read_text())

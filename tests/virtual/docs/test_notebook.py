@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from tests.virtual.docs.test_blocks import ROOT
 from tests.virtual.docs.test_reference import module_of
 
 PAGE, NOTEBOOK = ROOT / "docs/tutorials/notebook.md", ROOT / "docs/tutorials/virtual-ranks.ipynb"
 
 
-@pytest.mark.thin(1)
 def test_the_notebook_has_the_cells_of_its_page_and_what_they_show():
     made = json.loads(module_of("docs/notebook.py").notebook(PAGE.read_text()))
     again = f"python docs/notebook.py {PAGE.relative_to(ROOT)} {NOTEBOOK.relative_to(ROOT)}"
     assert json.loads(NOTEBOOK.read_text()) == made, f"the page has changed: {again}"
 
 
-@pytest.mark.thin(1)
 def test_the_notebook_is_one_in_the_format_of_jupyter():
     whole = json.loads(NOTEBOOK.read_text())
     assert (whole["nbformat"], whole["nbformat_minor"]) == (4, 5)

@@ -20,7 +20,6 @@ def module_of(path: str) -> ModuleType:
     return module
 
 
-@pytest.mark.thin(1)
 def test_each_public_member_is_in_one_task():
     members: Any = module_of("docs/members.py")
     assert len(members.by_task()) == len(members.TASKS)

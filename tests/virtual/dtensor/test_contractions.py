@@ -20,11 +20,11 @@ from tests.contract.split_arrays import (
     values,
     zeros,
 )
-from tests.helpers.depth import examples
+from tests.helpers.depth import deep, examples
 from tests.helpers.rule_fuzz import check
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [*deep(1, 2), 3, *deep(4)])
 def test_matrix_products(ranks):
     a, b = values((4, 5)), values((5, 3), seed=1)
 

@@ -22,7 +22,7 @@ from tests.contract.split_arrays import (
     values,
     zeros,
 )
-from tests.helpers.depth import examples
+from tests.helpers.depth import deep, examples
 from tests.helpers.dtensor_check import on
 
 astype: Any = np.astype
@@ -51,8 +51,7 @@ UNARY += [np.logical_not, np.square, np.exp, np.real, np.imag, np.angle, np.nan_
 UNARY += [np.isnan, np.sign, np.rint, np.isreal, np.sinc, np.i0]
 
 
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [*deep(1, 2), 3, *deep(4)])
 @pytest.mark.parametrize("shapes", [((4, 3), (4, 3)), ((5, 3), (3,)), ((3, 1), (1, 4))])
 def test_two_operands(ranks, shapes):
     a, b = (values(shape, seed=seed) for seed, shape in enumerate(shapes))

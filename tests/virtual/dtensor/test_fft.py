@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 import mpimesh as mm
 from mpimesh.errors import AxisError, DTypeError, ShapeError
-from tests.helpers.depth import examples
+from tests.helpers.depth import deep, examples
 from tests.helpers.dtensor_check import agree, layouts, numbers, placements_of, split
 
 CLOSE = 1e-9
@@ -45,7 +45,7 @@ SEVERAL: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("dims", ["a=1", "a=3", "a=4", "a=2,b=2"])
+@pytest.mark.parametrize("dims", [*deep("a=1"), "a=3", *deep("a=4"), "a=2,b=2"])
 @pytest.mark.filterwarnings("ignore:`axes` should not be:DeprecationWarning")
 def test_transforms(dims):
     x = numbers((5, 6, 4), float)

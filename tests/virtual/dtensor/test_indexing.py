@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 import mpimesh as mm
 from mpimesh.errors import DTypeError, IndexOutOfRangeError, ShapeError
-from tests.helpers.depth import examples
+from tests.helpers.depth import deep, deep_but, examples
 from tests.helpers.dtensor_check import (
     SIZES,
     agree,
@@ -65,7 +65,7 @@ def places(number, size):
     return rows[(number + size) % 3 :: 3]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", deep_but(SIZES, 3))
 def test_get(size):
     x = numbers(SHAPE)
     agree(
@@ -92,7 +92,7 @@ def written(key, value, dtype=int):
     return function
 
 
-@pytest.mark.parametrize("dims", ["a=1", "a=2", "a=3", "a=2,b=2"])
+@pytest.mark.parametrize("dims", [*deep("a=1", "a=2"), "a=3", "a=2,b=2"])
 def test_set(dims):
     x = numbers(SHAPE)
     two = placements_of(3, dims.count("="))
@@ -128,7 +128,7 @@ def test_any_slices(data):
     agree(f"a={size}", cases)
 
 
-@pytest.mark.parametrize("dims", ["a=1", "a=2", "a=3", "a=2,b=2"])
+@pytest.mark.parametrize("dims", [*deep("a=1", "a=2"), "a=3", "a=2,b=2"])
 def test_masks(dims):
     x = numbers(SHAPE)
     masks = [x > 0, x[:, :, 0] > 0, x[:, 0, 0] > 0, x > 99]
@@ -174,7 +174,7 @@ TAKES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", deep_but(SIZES, 3))
 def test_takes(size):
     x = numbers(SHAPE)
     agree(f"a={size}", [(f, [x], [p]) for n, f in enumerate(TAKES) for p in places(n, size)])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mpimesh.errors import AxisError, ShapeError
-from tests.helpers.depth import examples
+from tests.helpers.depth import deep_but, examples
 from tests.helpers.dtensor_check import SIZES, agree, layouts, numbers, placements_of, raises_alike
 
 JOINS: list[Any] = [
@@ -58,7 +58,7 @@ PICKS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", deep_but(SIZES, 3))
 def test_joins(size):
     x, y = numbers((4, 3)), numbers((4, 3), seed=1)
     places = placements_of(2)
@@ -73,7 +73,7 @@ def test_joins(size):
     )
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", deep_but(SIZES, 3))
 def test_picks(size):
     x = numbers((5, 4))
     places = ["S0(" + ",".join(["0"] * (size - 1) + ["5"]) + ")", *placements_of(2)]

@@ -12,7 +12,7 @@ import mpimesh as mm
 from mpimesh.arguments import digest_text
 from mpimesh.dtensor.consistency import gather_facts
 from mpimesh.errors import AxisError, NoRuleError, ShapeError
-from tests.helpers.depth import examples
+from tests.helpers.depth import deep, examples
 from tests.helpers.dtensor_check import agree, layouts, numbers, on, placements_of, split
 from tests.helpers.rule_fuzz import check
 
@@ -61,8 +61,7 @@ OF_ONE: list[Any] = [
 ]
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("dims", ["a=1", "a=2", "a=3", "a=2,b=2"])
+@pytest.mark.parametrize("dims", [*deep("a=1", "a=2"), "a=3", "a=2,b=2"])
 def test_stacks(dims):
     x = matrices(3, 4)
     every = [p for p in placements_of(4, dims.count("=")) if p not in ("S2, S3", "S3, S2")]

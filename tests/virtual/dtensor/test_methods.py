@@ -11,6 +11,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.errors import DTypeError, LayoutError, NoRuleError, ShapeError
+from tests.helpers.depth import deep
 from tests.helpers.dtensor_check import agree, numbers, on, placements_of, raises_alike, same, split
 from tests.helpers.rule_fuzz import check
 
@@ -43,7 +44,7 @@ CALLS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("dims", ["a=1", "a=2", "a=3", "a=2,b=2"])
+@pytest.mark.parametrize("dims", [*deep("a=1", "a=2"), "a=3", "a=2,b=2"])
 def test_methods(dims):
     x = numbers((3, 4))
     cases: list[Any] = [

@@ -22,7 +22,7 @@ from tests.contract.split_arrays import (
     values,
     zeros,
 )
-from tests.helpers.depth import examples
+from tests.helpers.depth import deep, examples
 from tests.helpers.dtensor_check import on
 from tests.helpers.rule_fuzz import check
 
@@ -34,7 +34,12 @@ AXES = [None, 0, -1, (0, 1)]
 
 @pytest.mark.parametrize(
     ("ranks", "dtype"),
-    [(1, "f8"), (2, "f8"), (3, "f8"), (4, "i4"), (3, "i4"), (2, "f4"), (3, "c16"), (3, "bool")],
+    [
+        *deep((1, "f8"), (2, "f8"), (3, "f8"), (4, "i4"), (3, "i4")),
+        (2, "f4"),
+        (3, "c16"),
+        (3, "bool"),
+    ],
 )
 def test_every_reduction(ranks, dtype):
     a = values((4, 3), dtype)
@@ -356,7 +361,7 @@ def test_ranks_that_the_mesh_leaves_out_take_part_without_blocks():
     assert facts[0] == facts[1] == facts[2]
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 4), (1, 1, 4), (1, 3)])
+@pytest.mark.parametrize("shape", [*deep(((2, 1, 4),), ((1, 1, 4),)), (1, 3)])
 @pytest.mark.parametrize("function", [np.argmin, np.argmax])
 def test_places_of_axes_shorter_than_the_dim_that_splits_them(function, shape):
     a = values(shape)
@@ -371,9 +376,8 @@ def test_places_of_axes_shorter_than_the_dim_that_splits_them(function, shape):
     on_every_layout(4, check, [a], "x=2,y=2")
 
 
-@pytest.mark.thin(4)
-@pytest.mark.parametrize("kind", ["i4", "i8", "f4", "c16", None])
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i2", "c16", "bool"])
+@pytest.mark.parametrize("kind", [*deep("i4", "i8"), "f4", *deep("c16"), None])
+@pytest.mark.parametrize("dtype", ["f2", *deep("f4", "f8"), "i2", "c16", *deep("bool")])
 def test_variances_in_every_dtype(dtype, kind):
     """The distances from a mean are taken in the dtype that both give, and summed in `kind`."""
     a = values((4, 3), dtype)

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 import mpimesh as mm
 from mpimesh.errors import AxisError, ShapeError
 from tests.helpers import warned
-from tests.helpers.depth import examples
+from tests.helpers.depth import deep_but, examples
 from tests.helpers.dtensor_check import (
     SIZES,
     agree,
@@ -41,13 +41,13 @@ AXES: list[Any] = [
 RESHAPES = [(-1,), (6, 4), (4, 6), (2, 12), (12, 2), (2, 2, 6), (2, 1, 3, 4), (24, 1), (3, 8)]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", deep_but(SIZES, 3))
 def test_axes(size):
     x = numbers((2, 3, 4))
     agree(f"a={size}", [(f, [x], [p]) for f in AXES for p in placements_of(3)])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", deep_but(SIZES, 3))
 def test_reshape(size):
     x = numbers((2, 3, 4))
     cases: list[Any] = [

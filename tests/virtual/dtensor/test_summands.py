@@ -9,6 +9,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.dtensor.linear import LINEAR
+from tests.helpers.depth import deep
 from tests.helpers.rule_fuzz import Case, Operand, problems
 
 CASTS = [
@@ -44,8 +45,8 @@ PRODUCTS = [
 ]
 
 
-@pytest.mark.parametrize("op", ["sum", "mean", "prod", "min", "max"])
-@pytest.mark.parametrize("place", ["R", "S0", "S1", "P"])
+@pytest.mark.parametrize("op", ["sum", "mean", *deep("prod"), "min", *deep("max")])
+@pytest.mark.parametrize("place", [*deep("R", "S0"), "S1", "P"])
 def test_summands_and_other_operands(op, place):
     """Casts that cut, products with infinities and NaN: what is not linear is not so taken."""
     cases = []

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 import mpimesh as mm
 from mpimesh.errors import MpimeshError
 from tests.helpers.bert_reference import Reference
-from tests.helpers.depth import examples
+from tests.helpers.depth import deep, examples
 from tests.helpers.raises import names
 from tests.launch.example_runs import example_module
 
@@ -69,9 +69,17 @@ def embedded(minilm, dims, folder, sentences, **options):
     return mm.run_virtual(mm.Mesh(dims).size, main)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
-    "dims", ["dp=1", "dp=3", "pp=2", "pp=5", "tp=2", "tp=3", "dp=2,tp=2", "dp=2,pp=2,tp=2"]
+    "dims",
+    [
+        *deep("dp=1"),
+        "dp=3",
+        *deep("pp=2"),
+        "pp=5",
+        *deep("tp=2"),
+        "tp=3",
+        *deep("dp=2,tp=2", "dp=2,pp=2,tp=2"),
+    ],
 )
 def test_any_mesh_gives_the_vectors_of_the_formulas(minilm, written, folder, dims):
     """Also with heads that are not dealt evenly, and stages without a block."""

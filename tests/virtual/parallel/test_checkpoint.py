@@ -8,6 +8,7 @@ import pytest
 import mpimesh as mm
 from mpimesh import nn, optim
 from mpimesh.schedule import schedule_names
+from tests.helpers.depth import deep
 from tests.helpers.parallel_models import batch, layers, make_pipeline, on_ranks
 from tests.helpers.tensor_models import trained
 
@@ -39,15 +40,14 @@ def test_every_schedule_gives_the_bits_of_activations_that_are_kept(name):
     assert sum(on_ranks("pp=2", body, rendezvous=True))
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("dims", "kind", "sequence_parallel", "schedule"),
     [
-        ("tp=2", "plain", True, "1f1b"),
+        *deep(("tp=2", "plain", True, "1f1b")),
         ("tp=3", "llama", False, "gpipe"),
-        ("dp=2,tp=2", "plain", False, "1f1b"),
+        *deep(("dp=2,tp=2", "plain", False, "1f1b")),
         ("pp=2,tp=2", "plain", True, "zb1p"),
-        ("pp=2,tp=2", "llama", True, "1f1b"),
+        *deep(("pp=2,tp=2", "llama", True, "1f1b")),
     ],
 )
 def test_a_split_gpt_trains_to_the_same_bits(dims, kind, sequence_parallel, schedule):

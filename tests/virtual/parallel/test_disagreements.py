@@ -21,6 +21,7 @@ from mpimesh.errors import (
 )
 from mpimesh.parallel import PipelineStage
 from tests.helpers import tensor_models
+from tests.helpers.depth import deep
 from tests.helpers.parallel_models import (
     FEATURES,
     assert_equal,
@@ -107,8 +108,7 @@ def test_a_gradient_that_does_not_fit(change, error, values):
 # -- arguments that do not fit ---------------------------------------------------------------
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("wrong_rank", [0, 1, 3])
+@pytest.mark.parametrize("wrong_rank", [*deep(0), 1, *deep(3)])
 @pytest.mark.parametrize(
     ("wrong", "error", "values", "row"),
     [

@@ -15,6 +15,7 @@ import mpimesh as mm
 from mpimesh import nn
 from mpimesh.arguments import rank_names
 from mpimesh.errors import ShapeError, StageError
+from tests.helpers.depth import deep
 from tests.helpers.parallel_models import (
     batch,
     make_pipeline,
@@ -25,12 +26,11 @@ from tests.helpers.parallel_traps import assert_nothing_left, error_of, trapped_
 from tests.helpers.raises import names
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("kind", ["F", "B"])
-@pytest.mark.parametrize("microbatch", [0, 1, 2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("replicas", [(1,), (0, 1)])
+@pytest.mark.parametrize("microbatch", [0, *deep(1, 2), 3])
+@pytest.mark.parametrize("stage", [0, *deep(1), 2])
+@pytest.mark.parametrize("replicas", [(1,), *deep(((0, 1),))])
 def test_wherever_it_fails(schedule, kind, microbatch, stage, replicas):
     """In the first step, which announces interfaces and counts gradients, and in a later one."""
     expected = train_alone(1, 16).losses[0]

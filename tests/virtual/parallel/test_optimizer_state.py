@@ -18,6 +18,7 @@ from mpimesh.errors import (
     ModuleStateError,
     ShapeError,
 )
+from tests.helpers.depth import deep
 from tests.helpers.parallel_models import assert_equal, batch as rows, make_pipeline, on_ranks
 from tests.helpers.raises import raises
 from tests.helpers.tensor_models import ROWS, SEED, TOKENS, VOCAB, batch, layers
@@ -75,15 +76,14 @@ def filed(state):
         return dict(found)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("kind", "before", "after", "lists"),
     [
-        ("plain", "dp=2,tp=2", "pp=2", False),
+        *deep(("plain", "dp=2,tp=2", "pp=2", False)),
         ("plain", "pp=2,tp=2", "dp=3", True),
-        ("llama", "dp=2,tp=4", "pp=2", True),
+        *deep(("llama", "dp=2,tp=4", "pp=2", True)),
         ("llama", "dp=2,pp=2", "tp=4", False),
-        ("llama", "tp=2", "dp=2,tp=2", False),
+        *deep(("llama", "tp=2", "dp=2,tp=2", False)),
     ],
 )
 def test_any_mesh_to_any_other(kind, before, after, lists):

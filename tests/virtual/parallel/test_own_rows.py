@@ -12,6 +12,7 @@ import mpimesh as mm
 from mpimesh import nn, optim
 from mpimesh.errors import MismatchError, ModuleError, ShapeError, StageError
 from tests.helpers import tensor_models
+from tests.helpers.depth import deep
 from tests.helpers.parallel_models import (
     CLASSES,
     SEED,
@@ -58,20 +59,18 @@ def make(mesh):
     return mm.DataParallel(model, mesh, loss=nn.cross_entropy, seed=SEED, dtype="float64")
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("num_microbatches", [*deep(1), 3])
 @pytest.mark.parametrize(
     ("dims", "counts"),
     [
         ("dp=1", [13]),
-        ("dp=2", [7, 6]),
-        ("dp=2", [2, 11]),
+        *deep(("dp=2", [7, 6]), ("dp=2", [2, 11])),
         ("dp=2", [13, 0]),
         ("dp=3", [0, 9, 4]),
         ("pp=2", [13]),
         ("dp=2,pp=2", [0, 13]),
-        ("dp=2,pp=2", [5, 8]),
+        *deep(("dp=2,pp=2", [5, 8])),
         ("pp=2,dp=2", [12, 1]),
     ],
 )

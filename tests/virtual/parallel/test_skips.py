@@ -14,7 +14,7 @@ from mpimesh.errors import MismatchError, ScheduleError, StageError, StageShapeE
 from mpimesh.parallel import PipelineStage
 from mpimesh.parallel.microbatch import microbatch_rows
 from mpimesh.schedule import Action, ActionKind
-from tests.helpers.depth import examples
+from tests.helpers.depth import deep, examples
 from tests.helpers.parallel_models import on_ranks
 from tests.helpers.parallel_schedules import all_on_one
 from tests.helpers.parallel_skips import check_like_one_process, skip_stages, skips_alone
@@ -162,7 +162,7 @@ def test_a_residual_over_stages():
 
 
 @pytest.mark.parametrize("kind", ["F", "B"])
-@pytest.mark.parametrize("stage", [0, 2, 5])
+@pytest.mark.parametrize("stage", [*deep(0), 2, *deep(5)])
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_stage_that_raises(kind, stage, cut):
     x, target = random_tree(SPECS[0], 8), random_tree(SPECS[-1], 8)

@@ -12,15 +12,15 @@ import pytest
 import mpimesh as mm
 from mpimesh import nn
 from mpimesh.errors import BudgetError, ModuleError, ShapeError, StageError
+from tests.helpers.depth import deep
 from tests.helpers.parallel_models import on_ranks
 from tests.helpers.parallel_traps import assert_nothing_left, error_of
 from tests.helpers.raises import raises
 from tests.helpers.tensor_models import batch, trained_alone, trapped
 
 
-@pytest.mark.thin(4)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("dims", ["tp=3", "pp=2,tp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("sequence_parallel", [*deep(False), True])
+@pytest.mark.parametrize("dims", [*deep("tp=3"), "pp=2,tp=2", *deep("dp=2,tp=2")])
 def test_wherever_it_fails(dims, sequence_parallel):
     expected = trained_alone("plain")[0][0]
 

@@ -7,22 +7,19 @@ from typing import Any
 import pytest
 
 import mpimesh as mm
+from tests.helpers.depth import deep
 from tests.helpers.parallel_models import on_ranks
 from tests.helpers.tensor_models import assert_same, trained, trained_alone
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("dims", "kind", "sequence_parallel"),
     [
-        ("tp=1", "plain", True),
-        ("tp=2", "plain", True),
-        ("tp=3", "plain", False),
+        *deep(("tp=1", "plain", True), ("tp=2", "plain", True), ("tp=3", "plain", False)),
         ("tp=3", "llama", True),
-        ("tp=4", "llama", True),
+        *deep(("tp=4", "llama", True)),
         ("dp=2,tp=2", "plain", True),
-        ("dp=2,tp=2", "llama", False),
-        ("pp=2,tp=2", "plain", True),
+        *deep(("dp=2,tp=2", "llama", False), ("pp=2,tp=2", "plain", True)),
         ("pp=2,tp=2", "llama", False),
     ],
 )

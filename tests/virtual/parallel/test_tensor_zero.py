@@ -9,6 +9,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim
+from tests.helpers.depth import deep
 from tests.helpers.parallel_models import on_ranks, zero_optimizer
 from tests.helpers.tensor_models import ROWS, SEED, VOCAB, batch, layers
 
@@ -34,9 +35,8 @@ def alone(kind):
     return losses, norms
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", ["plain", "llama"])
-@pytest.mark.parametrize("dims", ["dp=2,tp=2", "tp=4", "dp=2,pp=2,tp=2"])
+@pytest.mark.parametrize("dims", ["dp=2,tp=2", *deep("tp=4", "dp=2,pp=2,tp=2")])
 def test_it_is_trained_as_in_one_process(kind, dims):
     """Ranks of a split model divide what they share, and each part counts once in a norm."""
 

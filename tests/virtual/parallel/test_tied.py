@@ -14,6 +14,7 @@ from mpimesh import nn, optim
 from mpimesh.errors import MismatchError, ModuleError, ModuleStateError, StageError
 from mpimesh.nn import Parameter
 from mpimesh.parallel import DataParallel, GradientBuckets, PipelineParallel, PipelineStage
+from tests.helpers.depth import deep
 from tests.helpers.parallel_models import SEED, assert_same, cut, on_ranks
 from tests.helpers.parallel_schedules import all_on_one, halves
 from tests.helpers.parallel_tied import (
@@ -36,29 +37,22 @@ from tests.helpers.raises import raises
 # -- the same training ---------------------------------------------------------------------
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, *deep(False)])
 @pytest.mark.parametrize(
     ("dims", "schedule", "chunks"),
     [
-        ("dp=1,pp=1", "1f1b", 1),
+        *deep(("dp=1,pp=1", "1f1b", 1)),
         ("dp=1,pp=1", all_on_one, 4),
-        ("dp=2,pp=1", all_on_one, 4),
-        ("pp=2", "1f1b", 1),
+        *deep(("dp=2,pp=1", all_on_one, 4), ("pp=2", "1f1b", 1)),
         ("pp=2", "zb1p", 1),
-        ("pp=2", "interleaved", 2),
-        ("pp=2", "zbv", 2),
-        ("pp=4", "1f1b", 1),
-        ("pp=4", "gpipe", 1),
-        ("pp=4", "zb1p", 1),
+        *deep(("pp=2", "interleaved", 2), ("pp=2", "zbv", 2), ("pp=4", "1f1b", 1)),
+        *deep(("pp=4", "gpipe", 1), ("pp=4", "zb1p", 1)),
         ("pp=4", "interleaved", 2),
-        ("pp=4", "zbv", 2),
+        *deep(("pp=4", "zbv", 2)),
         ("dp=2,pp=2", "1f1b", 1),
-        ("dp=2,pp=2", "zb1p", 1),
-        ("dp=2,pp=2", "interleaved", 2),
+        *deep(("dp=2,pp=2", "zb1p", 1), ("dp=2,pp=2", "interleaved", 2)),
         ("dp=2,pp=2", "zbv", 2),
-        ("dp=2,pp=4", "1f1b", 1),
-        ("dp=2,pp=4", "zbv", 2),
+        *deep(("dp=2,pp=4", "1f1b", 1), ("dp=2,pp=4", "zbv", 2)),
         ("dp=2,tp=2,pp=2", halves, 1),
     ],
 )
@@ -409,10 +403,9 @@ def test_two_pipelines_share_a_group():
 # -- failures --------------------------------------------------------------------------------
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize("kind", ["F", "B"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("stage", [0, *deep(1), 3])
+@pytest.mark.parametrize("accumulated", [*deep(False), True])
 def test_a_step_that_fails_leaves_nothing(kind, stage, accumulated):
     expected = gradients_of(16)
 

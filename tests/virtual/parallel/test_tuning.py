@@ -14,6 +14,7 @@ from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Constant, Parameter
 from mpimesh.parallel import GradientBuckets, bucket_plan
 from mpimesh.parallel.bucket_plan import BucketTuning, Reduction, measure_reduction
+from tests.helpers.depth import deep
 from tests.helpers.parallel_models import assert_equal, batch, make_pipeline, on_ranks, state_of
 from tests.helpers.raises import raises
 
@@ -27,9 +28,8 @@ def set_link(monkeypatch, latency_s, bytes_per_s):
     monkeypatch.setattr(bucket_plan, "measure_reduction", measured)
 
 
-@pytest.mark.thin(4)
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("dims", ["dp=1", "dp=3", "dp=2,pp=2"])
+@pytest.mark.parametrize("zero", [*deep(0), 1])
+@pytest.mark.parametrize("dims", [*deep("dp=1", "dp=3"), "dp=2,pp=2"])
 @pytest.mark.parametrize("latency_s", [0.0, 1e3, None])
 def test_training_goes_on_the_same(monkeypatch, dims, zero, latency_s):
     if latency_s is not None:

@@ -22,7 +22,7 @@ from mpimesh.errors import (
 )
 from mpimesh.parallel.bucket import shard_sizes
 from mpimesh.parallel.optimizer_shards import runs_of
-from tests.helpers.depth import examples
+from tests.helpers.depth import deep, examples
 from tests.helpers.parallel_models import (
     STAGE,
     assert_equal,
@@ -120,7 +120,7 @@ def assert_same_state(one, other):
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-@pytest.mark.parametrize("bucket_bytes", [1, 300, 10**6])
+@pytest.mark.parametrize("bucket_bytes", [*deep(1), 300, *deep(10**6)])
 def test_parameters_and_state_are_the_same_bit_for_bit(make, bucket_bytes):
     """On virtual ranks sums go in the order of the ranks either way."""
 
@@ -136,12 +136,11 @@ def test_parameters_and_state_are_the_same_bit_for_bit(make, bucket_bytes):
 @pytest.mark.parametrize(
     ("dims", "options"),
     [
-        ("dp=1", {}),
-        ("dp=2", {"overlap": False}),
+        *deep(("dp=1", {}), ("dp=2", {"overlap": False})),
         ("dp=4", {"dtype": "float16"}),
-        ("pp=2", {"schedule": "zb1p"}),
+        *deep(("pp=2", {"schedule": "zb1p"})),
         ("dp=2,pp=2", {"schedule": "interleaved", "num_stages": 4}),
-        ("dp=2,pp=2", {"rows": 1}),
+        *deep(("dp=2,pp=2", {"rows": 1})),
     ],
 )
 def test_any_mesh_and_schedule(dims, options):

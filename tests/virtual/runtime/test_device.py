@@ -14,6 +14,7 @@ from tests.contract.device_memory import DTYPES, LAYOUTS, operations
 from tests.contract.oracle import cut, joined, reduced
 from tests.devices.fake_cuda import installed
 from tests.devices.on_device import MOVERS, check, given, moved_by, on_ranks
+from tests.helpers.depth import deep
 from tests.helpers.raises import raises
 
 SIZE = 3
@@ -30,9 +31,8 @@ def cupy(request, monkeypatch):
         yield fake
 
 
-@pytest.mark.thin(3)
 @pytest.mark.usefixtures("checks")
-@pytest.mark.parametrize("size", [1, SIZE])
+@pytest.mark.parametrize("size", [*deep(1), SIZE])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_is_copied_to_the_host(cupy, layout, size):
     copies = cupy.asnumpy

@@ -133,7 +133,6 @@ def public_methods(kind: type) -> Iterator[str]:
 
 
 @pytest.mark.scaled
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in PEERS])
 def test_what_all_ranks_give_wrongly_is_refused_on_all(name):
     left = [case for case in cases_of(name, quick=8) if (name, case[0]) not in OF_THE_ROOT]
@@ -148,7 +147,6 @@ def test_what_all_ranks_give_wrongly_is_refused_on_all(name):
 
 
 @pytest.mark.scaled
-@pytest.mark.thin(1)
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in LOCAL])
 def test_what_one_rank_gives_wrongly_is_refused_without_a_hang(name):
     for case in cases_of(name, quick=2):

@@ -233,7 +233,7 @@ def pairs(draw):
     return replace(saved, **common), replace(loaded, **common)
 
 
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(pairs(), st.sampled_from([0, 1, 2]))
 def test_any_mesh_to_any_other(pair, steps):
     """What is told is the whole state; loaded elsewhere, training goes on as it would there."""
