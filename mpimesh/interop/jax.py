@@ -370,8 +370,9 @@ def wrap(function: Callable[..., Any], params: Any, *, key: bool = False) -> Jax
     Args:
         function: A function that JAX can compile, without side effects.
         params: A tree of arrays. Those of a float dtype become parameters, the others stay as they
-            are: constants of the program, which are not saved with the layer. A :class:`~mpimesh.nn.Parameter` of another layer may stand in it: then both share
-            it. Or a function of a key that makes the tree: then only ranks that run the layer
+            are: constants of the program, which are not saved with the layer. A
+            :class:`~mpimesh.nn.Parameter` of another layer may stand in it: then both share it. Or
+            a function of a key that makes the tree: then only ranks that run the layer
             give memory to it, and the values depend on the model's seed and the layer's place.
         key: Whether the function takes a key as its third argument.
 
