@@ -74,6 +74,8 @@ LAYERS = {
     "buffers alone": lambda: tn.Sequential(tn.BatchNorm1d(3, affine=False)),
 }
 MESHES = ["dp=1", "dp=2", "dp=3", "pp=2", "dp=2,pp=2", "pp=3"]
+SPLIT_MESHES = ["dp=1,tp=1", "dp=1,tp=2", "dp=2,tp=2"]
+"""Of models that have a layer of mpimesh, split over tp, behind those of PyTorch."""
 
 
 def filled(names: list[str], seed: int) -> Any:
@@ -95,6 +97,10 @@ def modelled(source: Any, mesh: Any, stage: int, whole: bool) -> tuple[Any, Any]
         model: Any = mm.PipelineParallel(
             deal(mt.wrap_each(made), mesh.dim_size("pp")), 2, mesh=mesh
         )
+    elif mesh.contains_dim("tp"):
+        split = mm.parallel.ColumnParallelLinear(4, 6, group=mesh.group("tp"))
+        layers = nn.Sequential(*([mt.wrap(made)] if whole else mt.wrap_each(made)), split)
+        model = mm.DataParallel(layers, mesh, loss=nn.mse_loss)
     else:
         model = mm.DataParallel(
             mt.wrap(made) if whole else nn.Sequential(mt.wrap_each(made)), mesh, loss=nn.mse_loss
@@ -124,7 +130,8 @@ def test_what_a_state_dict_has_comes_back_on_another_mesh(tmp_path_factory, seed
     names = [str(name) for name in rng.choice(list(LAYERS), 4)]
     source, other = filled(names, seed % 1000), filled(names, seed % 1000 + 1)
     whole = bool(rng.integers(2))
-    before, after = (str(dims) for dims in rng.choice(MESHES, 2))
+    is_split = not rng.integers(4)
+    before, after = (str(dims) for dims in rng.choice(SPLIT_MESHES if is_split else MESHES, 2))
     path = tmp_path_factory.mktemp("c") / "c"
     stages = [int(stage) for stage in rng.integers(0, 4, 2)]
     wanted = plain(source.state_dict())
@@ -168,7 +175,8 @@ def test_what_a_state_dict_has_comes_back_on_another_mesh(tmp_path_factory, seed
     states = on_ranks(before, save)
     prefix = "0." if whole and "pp" not in before else ""
     saved = mm.load(path)["model"]
-    assert {f"{prefix}{name}" for name in wanted} == saved.keys() - {"step"}
+    behind = {f"{1 if whole else len(names)}.{name}" for name in ("weight", "bias") if is_split}
+    assert {f"{prefix}{name}" for name in wanted} | behind == saved.keys() - {"step"}
     assert states[0].keys() == saved.keys() - {"step"}
     if ("pp" in before) != ("pp" in after) and whole:
         return  # the modules have other names
