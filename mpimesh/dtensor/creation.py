@@ -42,6 +42,7 @@ from mpimesh.errors import (
     MismatchError,
     RankError,
     ShapeError,
+    tell_elsewhere,
 )
 from mpimesh.layout import Box, Layout, Partial, PlacementLike, Replicate
 from mpimesh.layout.boxes import extent, slices
@@ -644,6 +645,22 @@ class Random:
 
     def __repr__(self) -> str:
         return f"Random({self.seed}), {self._calls} drawn"
+
+
+_PERMUTED = "permutation(n) gives indices in random order, as in x[order[:k]]"
+tell_elsewhere(
+    Random,
+    {
+        "standard_normal": "use normal()",
+        "randn": "use normal()",
+        "random": "use uniform()",
+        "rand": "use uniform()",
+        "randint": "use integers()",
+        "standard_exponential": "use exponential()",
+        "binomial": "bernoulli(p, ...) draws one trial each",
+        **dict.fromkeys(("choice", "shuffle", "permuted"), _PERMUTED),
+    },
+)
 
 
 def _number(value: float, what: str) -> float:

@@ -543,7 +543,7 @@ class DTensor(Methods):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Refuse: the whole array is on no rank, and to gather it is collective."""
-        self._refuse("be made a NumPy array in passing", _CURES)
+        self._refuse("be converted to a NumPy array implicitly", _CURES)
 
     def __iter__(self) -> Any:
         self._refuse("be looped over")
@@ -562,9 +562,9 @@ class DTensor(Methods):
 
 
 _CURES = (
-    ". Calls that take split arrays: np.concatenate and np.stack for np.r_ and np.c_, "
-    "mm.distribute(a, mesh, 'R')[x] for a[x], x[mm.Random(0).permutation(len(x))] for a random "
-    "order; a function of another library goes through mm.local_map"
+    ". mm.local_map calls a function of another library on blocks. In place of np.r_ and np.c_ "
+    "write np.concatenate and np.stack, of a[x] mm.distribute(a, mesh, 'R')[x], of "
+    "rng.permutation(x) x[mm.Random(0).permutation(len(x))]"
 )
 """Replacements of calls by which NumPy asks for an array before a split one can answer."""
 

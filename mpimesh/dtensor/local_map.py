@@ -109,8 +109,9 @@ def _wrapped(
     axes = 1 + max((s.axis for s in layout.placement if isinstance(s, Shard)), default=-1)
     if block.ndim < axes:
         raise ShapeError(
-            f"rank {mesh.rank}: {what} must have at least {axes} axes to lie as {layout}, got "
-            f"shape {block.shape}"
+            f"rank {mesh.rank}: {what} gave an array of shape {block.shape}, which has no axis "
+            f"{axes - 1} for the blocks of {layout}: keep that axis, or give "
+            "out_placements of summands (P), or None, which leaves each rank its own result"
         )
     if isinstance(shape, str):
         if shape != "agree":

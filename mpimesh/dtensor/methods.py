@@ -20,6 +20,7 @@ from mpimesh.errors import (
     RankError,
     ShapeError,
     UnknownNameError,
+    tell_elsewhere,
 )
 from mpimesh.layout import Partial, Replicate
 from mpimesh.runtime.operands import normal_axis
@@ -457,6 +458,21 @@ def require_member(x: Any) -> None:
             f"rank {x.mesh.rank} is not in the mesh of {x!r} and has no value of it: leave the "
             "call to the ranks of the mesh"
         )
+
+
+_WHOLE = "x.full() is the whole array on all ranks, x.local this rank's block"
+tell_elsewhere(
+    Methods,
+    {
+        "numpy": _WHOLE,
+        "compute": f"nothing is lazy: {_WHOLE}",
+        "persist": "nothing is lazy: x is computed",
+        "chunks": "each rank has one block: x.layout says which, x.local is this rank's",
+        "rechunk": "use redistribute()",
+        "map_blocks": "use mm.local_map(f, placements)(x)",
+        "map_overlap": "use mm.Halo(x, width)",
+    },
+)
 
 
 def _item_of(x: Any, what: str) -> Any:

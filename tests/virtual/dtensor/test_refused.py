@@ -200,3 +200,24 @@ def test_what_asks_for_an_array_names_calls_that_take_split_ones():
 
     for size in (1, 3):
         on(f"a={size}", main)
+
+
+def test_names_of_other_libraries_say_what_stands_for_them():
+    draws = {"standard_normal": "normal()", "random": "uniform()", "randint": "integers()"}
+    for name, words in (draws | {"choice": "x[order[:k]]", "shuffle": "permutation(n)"}).items():
+        with raises(AttributeError, f"'Random' object has no attribute '{name}'", words):
+            getattr(mm.Random(0), name)
+
+    def main(mesh):
+        x = mm.ones((4,), mesh, "S0")
+        for name, words in {
+            "numpy": "full()",
+            "compute": "full()",
+            "rechunk": "redistribute",
+        }.items():
+            with raises(AttributeError, f"'DTensor' object has no attribute '{name}'", words):
+                getattr(x, name)
+            assert not hasattr(x, name)
+            assert name not in dir(x)
+
+    on("a=2", main)
