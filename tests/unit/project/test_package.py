@@ -102,6 +102,15 @@ def test_workflows_run_what_the_makefile_has():
             assert re.search(rf"^{target}:", makefile, re.M), f"{path.name}: make {target}"
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_a_variable_of_openmp_leaves_make_run_its_ranks(monkeypatch):
+    """coreutils' nproc takes OMP_NUM_THREADS for the number of cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    plain = run(ROOT, "make", "-n", "run")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert run(ROOT, "make", "-n", "run") == plain
+
+
 def test_an_older_python_is_refused_before_anything_is_searched_for(monkeypatch):
     """Some versions of pip search for minutes, and say nothing of Python."""
     monkeypatch.setattr(sys, "version_info", (3, 10, 13))
