@@ -31,9 +31,23 @@ def __getattr__(name: str) -> Any:
     return _load(name)
 
 
+_ELSEWHERE = {
+    "init_device_mesh": 'use mm.DeviceMesh("dp=2,tp=4")',
+    "init_process_group": 'the first mesh starts MPI: mm.DeviceMesh("dp=-1")',
+    "distribute_tensor": "use mm.distribute(x, mesh, placements)",
+    "barrier": "use mesh.barrier()",
+    "DistributedDataParallel": "use mm.DataParallel(layer, mesh)",
+    "get_rank": "use mesh.rank",
+    "get_world_size": "use mesh.size",
+}
+"""PyTorch's names, and what stands for them."""
+
+
 def _cure(name: str) -> str:
     if name in ("array", "asarray"):
         return "mm.distribute(x, mesh, placements) makes a split array of one of NumPy"
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
     if callable(getattr(sys.modules.get("numpy"), name, None)):
         return f"split arrays are arguments of NumPy's own functions: np.{name}(x)"
     return (

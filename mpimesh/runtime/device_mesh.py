@@ -627,4 +627,5 @@ _ELSEWHERE |= {
 }
 _ELSEWHERE |= {"get_rank": "use mesh.rank", "get_world_size": "use mesh.size"}
 _ELSEWHERE |= {"Get_rank": "use mesh.rank", "Get_size": "use mesh.size"}
+_ELSEWHERE |= {"get_local_rank": "use mesh.coord(dim)"}
 tell_elsewhere(DeviceMesh, _ELSEWHERE)

@@ -208,7 +208,18 @@ def test_names_of_other_libraries_say_what_stands_for_them():
         with raises(AttributeError, f"'Random' object has no attribute '{name}'", words):
             getattr(mm.Random(0), name)
 
+    names = {
+        "init_device_mesh": "DeviceMesh",
+        "distribute_tensor": "distribute",
+        "barrier": "mesh.",
+    }
+    for name, words in names.items():
+        with raises(AttributeError, f"'mpimesh' has no attribute '{name}'", words):
+            getattr(mm, name)
+
     def main(mesh):
+        with raises(AttributeError, "mesh.coord(dim)"):
+            mesh.get_local_rank("a")
         x = mm.ones((4,), mesh, "S0")
         for name, words in {
             "numpy": "full()",
