@@ -387,8 +387,9 @@ def as_reduce_op(op: object) -> ReduceOp:
             if op == getattr(mpi, mine.name):
                 return mine
         raise ReduceOpError(
-            "of mpi4py's operations there are MPI.SUM, MPI.PROD, MPI.MIN and MPI.MAX, which for "
-            "bool are logical or and and"
+            "of mpi4py's operations there are MPI.SUM, MPI.PROD, MPI.MIN and MPI.MAX; for MPI.LAND "
+            "and MPI.LOR take MIN and MAX of bool arrays, for MAXLOC and MINLOC np.argmax and "
+            "np.argmin of a split array"
         )
     names = ", ".join(ReduceOp)
     raise ReduceOpError(f"no reduction is called {op!r}; there are: {names}")

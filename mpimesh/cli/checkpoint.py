@@ -52,7 +52,7 @@ def run_ls(folder: Path) -> None:
     if not rows:
         is_one = (folder / MANIFEST).exists()
         raise StoreError(
-            f"{folder} is a checkpoint itself: show it"
+            f"{folder} is a checkpoint itself: mpimesh checkpoint show {folder}"
             if is_one
             else f"{folder} has no checkpoints in it"
         )

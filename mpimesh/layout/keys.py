@@ -193,7 +193,9 @@ def _as_part(part: Any) -> Any:
             return index(part)
         except TypeError:
             raise IndexOutOfRangeError(
-                f"a key has numbers, slices, None, Ellipsis and arrays, got {part!r}"
+                f"a key has numbers, slices, None, Ellipsis and arrays, got {part!r}; a "
+                "field of a structured array is one of its blocks: mm.local_map(lambda block: "
+                "block['field'], placements)(x)"
             ) from None
     array = np.asarray(part)
     if array.dtype == bool:

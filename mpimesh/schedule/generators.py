@@ -59,7 +59,8 @@ def _looped_ranks(name: str, num_stages: int, num_microbatches: int, num_ranks: 
     elif num_stages % num_ranks:
         raise ScheduleError(
             f"schedule {name} puts the same number of stages on each rank, got num_stages "
-            f"{num_stages} and num_ranks {num_ranks}; make the number of stages a multiple of that of the ranks"
+            f"{num_stages} and num_ranks {num_ranks}; make the number of stages a multiple of that "
+            "of the ranks"
         )
     return num_ranks
 

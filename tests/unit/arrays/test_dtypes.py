@@ -69,6 +69,8 @@ def test_operations_of_mpi4py():
         assert Partial(getattr(mpi, name)) == Partial(ReduceOp[name])
     with raises(ReduceOpError, "MPI.SUM", "MPI.MAX"):
         as_reduce_op(mpi.LXOR)
+    with raises(ReduceOpError, "MPI.LAND", "MIN", "np.argmax"):
+        as_reduce_op(mpi.MAXLOC)
     with raises(LayoutError, "Partial knows sum"):
         Partial(mpi.LXOR)
 

@@ -195,7 +195,7 @@ def test_what_cannot_be_done_is_said_in_a_line(folder, tmp_path):
     checkpoint = folder / "step-00000100"
     out = tmp_path / "out.safetensors"
     names(run("ls", tmp_path / "none", code=2), tmp_path / "none", "No such file")
-    names(run("ls", checkpoint, code=2), "is a checkpoint itself")
+    names(run("ls", checkpoint, code=2), "checkpoint show")
     names(run("show", tmp_path, code=2), tmp_path, "no checkpoint")
     names(run("verify", tmp_path / "none", code=2), tmp_path / "none")
     names(run("export", checkpoint, out, "--only", "other.*", code=2), "other.*")
