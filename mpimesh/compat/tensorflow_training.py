@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpimesh.arguments import as_flag, as_int, as_time, check_kind, rank_names, shown
+from mpimesh.arguments import as_flag, as_int, as_items, as_time, check_kind, rank_names, shown
 from mpimesh.arrays import HostArray
 from mpimesh.data import Batches, UnreadRows
 from mpimesh.dtensor import DTensor, DVariable
@@ -344,15 +344,20 @@ def sharded_save(
     """
 
     def paired() -> Tensors:
-        slices = ["" for _ in tensor_names] if shape_and_slices is None else [*shape_and_slices]
-        if any(slices) or not len(tensor_names) == len(slices) == len(tensors):
+        names = as_items(tensor_names, "tensor_names", StoreError)
+        arrays = as_items(tensors, "tensors", StoreError)
+        slices = ("",) * len(names)
+        if shape_and_slices is not None:
+            slices = as_items(shape_and_slices, "shape_and_slices", StoreError)
+        odd = any(not isinstance(one, str) or one for one in slices)
+        if odd or not len(names) == len(slices) == len(arrays):
             raise StoreError(
                 "sharded_save takes a name, an empty slice and an array for each, got "
-                f"{len(tensor_names)} names, slices {slices} and {len(tensors)} arrays"
+                f"{len(names)} names, slices {shown(slices)} and {len(arrays)} arrays"
             )
-        if len(set(tensor_names)) < len(tensor_names):
-            raise StoreError(f"each name stands once, got {[*tensor_names]}")
-        return dict(zip(tensor_names, tensors, strict=True))
+        if any(not isinstance(name, str) for name in names) or len({*names}) < len(names):
+            raise StoreError(f"each name is a text and stands once, got {shown(names)}")
+        return dict(zip(names, arrays, strict=True))
 
     save(file_prefix, _checked(mesh, "sharded_save", paired), mesh=mesh)
 
@@ -406,8 +411,9 @@ def enable_save_as_bf16(variables: Iterable[Any]) -> None:
 
     Raises:
         DTypeError: If a variable is not of float32.
+        StoreError: If these are no variables.
     """
-    for one in variables:
+    for one in as_items(variables, "variables", StoreError):
         if isinstance(one, DVariable):
             one.save_as_bf16 = True
 

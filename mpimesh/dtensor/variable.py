@@ -70,18 +70,19 @@ class DVariable(StandIn, NDArrayOperatorsMixin):
         name: str = "",
         save_as_bf16: bool = False,
     ) -> None:
+        kind = None if dtype is None else as_dtype(dtype)
         found = initial_value() if callable(initial_value) else initial_value
         if isinstance(found, DVariable):
             found = found.value()
         if isinstance(found, DTensor):
-            value = _checked(found, layout, dtype).copy()
+            value = _checked(found, layout, kind).copy()
         elif layout is None:
             raise LayoutError(
                 f"a DVariable of {type(found).__name__} needs a layout=, or a DTensor in its place"
             )
         else:
             live = as_live(current_mesh() if mesh is None else mesh)
-            value = distribute(np.asanyarray(found, dtype), live, layout)
+            value = distribute(np.asanyarray(found, kind), live, layout)
         if value.layout.partial_op:
             raise LayoutError(
                 f"a DVariable holds values, not summands that are to be reduced; got {value!r}"
@@ -258,10 +259,10 @@ class DVariable(StandIn, NDArrayOperatorsMixin):
         return self._value.__array__(dtype, copy)
 
 
-def _checked(value: DTensor, layout: PlacementLike | None, dtype: Any) -> DTensor:
+def _checked(value: DTensor, layout: PlacementLike | None, dtype: DType | None) -> DTensor:
     """Return `value` if it is as the layout and the dtype say."""
-    if dtype is not None and as_dtype(dtype) != value.dtype:
-        raise DTypeError(f"a DVariable of dtype {as_dtype(dtype)} cannot begin with {value!r}")
+    if dtype is not None and dtype != value.dtype:
+        raise DTypeError(f"a DVariable of dtype {dtype} cannot begin with {value!r}")
     if layout is not None and not value.layout.agrees_with(Layout(value.mesh, layout)):
         raise LayoutError(
             f"the layout of a DVariable conflicts with that of its initial value: {value!r} is not "

@@ -160,6 +160,16 @@ def test_t37_refusals(tmp_path):
             sharded_save(mesh, prefix, ["w", "w"], None, [w, w])
         with raises(StoreError, "slices", "'6 5 0,3:-'"):
             sharded_save(mesh, prefix, ["w"], ["6 5 0,3:-"], [w])
+        with raises(StoreError, "tensor_names", "True"):
+            sharded_save(mesh, prefix, cast(Any, True), None, [w])
+        with raises(StoreError, "slices"):
+            sharded_save(mesh, prefix, ["w"], cast(Any, [W]), [w])
+        with raises(StoreError, "text", "3"):
+            sharded_save(mesh, prefix, cast(Any, [3]), None, [w])
+        with raises(StoreError, "variables", "5"):
+            enable_save_as_bf16(cast(Any, 5))
+        with raises(DTypeError, "dtype", "True"):
+            DVariable(W, layout="x=S0", mesh=mesh, dtype=True)
         with raises(MeshError, "mesh"):
             DTensorCheckpoint(cast(Any, "x=2"))
         with mm.DeviceMesh("y=2") as another, raises(MeshError, "'w'", "y=2"):
