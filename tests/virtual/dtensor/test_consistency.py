@@ -90,6 +90,7 @@ def test_calls_that_mean_the_same_are_the_same(monkeypatch):
     mm.run_virtual(2, main)
 
 
+@pytest.mark.skipif(np.finfo("g").nmant != 63, reason="long doubles have no such bytes here")
 @pytest.mark.parametrize("dtype", ["g", "G", [("a", "i1"), ("b", "g")]])
 def test_bytes_that_hold_no_value_do_not_count(dtype, monkeypatch):
     """A long double has ten bytes of sixteen; what lies in the others differs over ranks."""
@@ -98,9 +99,10 @@ def test_bytes_that_hold_no_value_do_not_count(dtype, monkeypatch):
     def main():
         with mm.DeviceMesh("a=2") as mesh:
             kind = np.dtype(dtype, align=isinstance(dtype, list))
-            x = np.frombuffer(bytes([mesh.rank * 255]) * kind.itemsize * 4, kind).copy()
+            x = np.zeros(4, kind)
             for part in [x[name] for name in kind.names or ()] or [x]:
                 part[...] = 3
+            x.view(np.uint8).reshape(-1, 16)[:, 10:] = mesh.rank * 255
             y = mm.distribute(x, mesh, "R")
             assert y.shape == (4,)
             x[0] = x[1] = mesh.rank
