@@ -170,6 +170,14 @@ class _Scaled(nn.ReLU):
         self.factor = factor
 
 
+class _Hidden(nn.ReLU):
+    """The same, by another name of the attribute."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self._factor = factor
+
+
 def _layer(name: str, make: Callable[[bool], Any], said: str) -> Case:
     def body(mesh: Any, odd: bool) -> None:
         _model(mesh, net=make(odd), loss=nn.mse_loss)
@@ -196,6 +204,7 @@ _LAYERS = [
         "p=0.5",
     ),
     _layer("a number of one's own", lambda odd: _Scaled(1.0 + odd), "factor=2.0"),
+    _layer("a number that is not public", lambda odd: _Hidden(1.0 + odd), "factor=2.0"),
     Case(
         "layer: an option of another stage",
         lambda m, odd: mm.PipelineParallel(
