@@ -4,6 +4,10 @@ With ``MPIMESH_CHECKS`` on, calls are compared over the ranks. Most functions mo
 a rank that calls another one, or the same one with another number, goes on with values that no
 other rank has. Each call that a program makes costs one small all-reduce; what a function does
 inside to other split arrays is not compared again.
+
+These calls are counted, alike on all ranks, and an array has the number of the call that made it,
+or wrote into it last: by that ranks tell arrays of the same shape, dtype and layout apart. What is
+local copies the number of its source, as `copy` and `astype`, or has none, as ``DTensor(...)``.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,15 +30,21 @@ from mpimesh.errors import LayoutError, MismatchError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, Replicate, Shard
 from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.agreement import agree
-from mpimesh.runtime.call import Call, Site, call_stack
+from mpimesh.runtime.call import Call, Site, call_stack, site_text
 
 __all__ = [
+    "CallNumber",
     "agreed_blocks",
     "agreed_dtype",
     "call_compared",
     "compare_call",
     "compare_copies",
+    "compare_move",
     "gather_facts",
+    "next_number",
+    "number_text",
+    "numbered",
+    "origin_place",
     "raise_together",
     "table_of",
     "with_float_errors",
@@ -184,12 +194,16 @@ def call_compared(
     """
     if not mesh._core.context.settings.checks or _inside.get():
         return with_float_errors(mesh, name, do)
-    compare_call(mesh, name, arguments, named, function)
+    arguments = tuple(arguments)
+    number = compare_call(mesh, name, arguments, named, function)
     token = _inside.set(True)
     try:
-        return with_float_errors(mesh, name, do)
+        made = with_float_errors(mesh, name, do)
     finally:
         _inside.reset(token)
+    # What returns nothing has written into its first argument.
+    numbered(arguments[0] if made is None and arguments else made, number)
+    return made
 
 
 def compare_call(
@@ -198,18 +212,107 @@ def compare_call(
     arguments: Iterable[Any],
     named: Mapping[str, Any] | None = None,
     function: Callable[..., Any] | None = None,
-) -> None:
-    """Compare a call as :func:`call_compared` does."""
-    if not mesh._core.context.settings.checks or _inside.get() or not mesh.contains_rank(mesh.rank):
-        return
+) -> CallNumber | None:
+    """Compare a call as :func:`call_compared` does; return the number of what it makes."""
+    number = next_number(mesh)
+    if number is None:
+        return None
     group = mesh.group()
     if function is not None:
         arguments, named = _bound(function, tuple(arguments), named or {})
     texts = [*map(_text, arguments), *(f"{key}={_text(x)}" for key, x in (named or {}).items())]
     call = Call(name, group.name, rule=", ".join(texts))
-    call.site = _place()
+    call.site = number.site
+    call.hint = _made_where([*arguments, *(named or {}).values()])
     stack = call_stack() if mesh._core.context.settings.checks > 1 else ()
     agree(group, call, stack=stack)
+    return number
+
+
+class CallNumber(NamedTuple):
+    """The compared call that made an array, or wrote into it last.
+
+    Attributes:
+        text: Which one of its mesh, and which of its results.
+        site: Where it was called.
+    """
+
+    text: str
+    site: Site
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def next_number(mesh: DeviceMesh) -> CallNumber | None:
+    """Count a call that is compared, be it here or elsewhere; None where none is. Local.
+
+    A call is counted before it does anything: where it fails on one rank alone, and the program
+    goes on, the ranks still count alike.
+    """
+    core = mesh._core
+    if not core.context.settings.checks or _inside.get() or not mesh.contains_rank(mesh.rank):
+        return None
+    core.compared += 1
+    return CallNumber(f"#{core.compared}", _place())
+
+
+def numbered(made: R, origin: CallNumber | str | None) -> R:
+    """Give a split array, or those in a row or dict, what tells them from others like them."""
+    if origin is None:
+        return made
+    found: Any = made
+    if hasattr(type(found), "_of_block"):
+        found._origin = origin
+    elif isinstance(origin, CallNumber) and isinstance(found, Mapping | list | tuple):
+        rows = found.items() if isinstance(found, Mapping) else enumerate(found)
+        for key, one in rows:
+            numbered(one, origin._replace(text=f"{origin.text}[{key!r}]"))
+    return made
+
+
+def number_text(x: Any) -> str:
+    """Return what tells a split array from others like it, to be appended; or nothing."""
+    origin = getattr(x, "_origin", None)
+    return "" if origin is None else f" {origin}"
+
+
+def compare_move(x: Any, goal: DeviceMesh, placements: str) -> CallNumber | None:
+    """Compare what moves over the ranks that have it; return the number that it gets.
+
+    Collective, with checks on. Ranks of `goal` that have none of it get the error, too.
+    """
+    if not x.mesh._core.context.settings.checks:
+        return None
+    try:
+        number = compare_call(x.mesh, "redistribute", (x, placements))
+    except MismatchError as error:
+        if goal is not x.mesh:
+            everyone = x.mesh._core.everyone
+            everyone._core.poison(Call("redistribute", everyone.name), error)
+        raise
+    return number if goal is x.mesh else next_number(goal)
+
+
+def _made_where(arguments: Iterable[Any]) -> str:
+    """Return where the numbered arrays among arguments were made, for messages."""
+    places: dict[str, str] = {}
+    rows = list(arguments)
+    for one in rows:
+        origin = getattr(one, "_origin", None)
+        if origin is not None:
+            places[str(origin)] = f"{origin}{origin_place(origin)}"
+        elif isinstance(one, Mapping | list | tuple):
+            rows.extend(one.values() if isinstance(one, Mapping) else one)
+    return "".join(f"; {place}" for place in list(places.values())[:_MOST_SHOWN])
+
+
+def origin_place(origin: CallNumber | str | None) -> str:
+    """Return where a numbered array was made or written, for messages; nothing of others."""
+    return f", made at {site_text(origin.site)}" if isinstance(origin, CallNumber) else ""
+
+
+_MOST_SHOWN = 3
 
 
 def compare_copies(block: HostArray, mesh: DeviceMesh, layout: Layout, name: str) -> None:
@@ -308,7 +411,7 @@ def _place() -> Site:
 def _text(x: Any) -> str:
     """Return an argument in words, equal on two ranks only if it is."""
     if hasattr(x, "layout") and hasattr(x, "shape"):
-        return f"{tuple(x.shape)} {x.dtype} as {x.layout}"
+        return f"{tuple(x.shape)} {x.dtype} as {x.layout}{number_text(x)}"
     if isinstance(x, np.ndarray):
         if x.dtype.hasobject:
             return f"array {x.shape} {x.dtype}"
@@ -393,8 +496,8 @@ def writable_block(block: HostArray, mesh: DeviceMesh) -> HostArray:
 
 def agreed_blocks(
     block: HostArray, mesh: DeviceMesh, layout: Layout
-) -> tuple[tuple[int, ...], Layout, DType]:
-    """Return the shape of the whole array, the layout with the blocks' sizes, and the dtype.
+) -> tuple[tuple[int, ...], Layout, DType, CallNumber | None]:
+    """Return the shape of the whole array, the layout with the blocks' sizes, dtype and number.
 
     Collective over the mesh. A block without elements may be of any dtype.
 
@@ -404,6 +507,7 @@ def agreed_blocks(
     """
     described = dtype_to_json(block.dtype)
     facts = [list(block.shape), str(block.dtype), layout.text, described]
+    number = next_number(mesh)
     found = gather_facts(mesh, "from_local", facts)
     ranks = mesh.group().ranks
     rows = [(tuple(shape), name, text) for shape, name, text, _ in found]
@@ -443,7 +547,7 @@ def agreed_blocks(
             f"blocks of shape {tuple(shape)} as {fitted} must be even where several dims "
             f"split an axis: {_table('that are', rows, ranks)}"
         )
-    return tuple(shape), fitted, dtype_from_json(found[full[0] if full else 0][3])
+    return tuple(shape), fitted, dtype_from_json(found[full[0] if full else 0][3]), number
 
 
 def table_of(rows: Sequence[tuple[Any, ...]], ranks: Iterable[int]) -> str:

@@ -31,6 +31,8 @@ from mpimesh.dtensor.consistency import (
     compare_call,
     compare_copies,
     gather_facts,
+    next_number,
+    numbered,
 )
 from mpimesh.dtensor.defaults import as_live
 from mpimesh.dtensor.dtensor import DTensor
@@ -101,9 +103,9 @@ def distribute(
     if root is None:
         mine = split_array(x)
         block = mine if _is_member(mesh) else None
-        compare_call(mesh, "distribute", (mine, layout.text))
+        number = compare_call(mesh, "distribute", (mine, layout.text))
         source = DTensor(mesh, Layout.replicated(layout.mesh), mine.shape, mine.dtype, block)
-        return source.redistribute(placements)
+        return numbered(source.redistribute(placements), number)
     root = as_int(root, "root", RankError)
     layout.mesh.offset_of(root)  # refuses one that is not there
     if not _is_member(mesh):
@@ -112,11 +114,12 @@ def distribute(
             f"{root} has; there mm.empty(shape, mesh, placements, dtype=...) makes the tensor, "
             "without block"
         )
+    number = next_number(mesh)
     whole, shape, dtype = _facts_of(mesh, x, root)
     one = Layout(Mesh((), [root]), ())
     moving = redistribution(mesh, one, mesh, layout, shape, dtype)
     block = moving.start(mesh, whole, lambda block: block).resolve()
-    return DTensor(mesh, layout, shape, dtype, block)
+    return numbered(DTensor(mesh, layout, shape, dtype, block), number)
 
 
 def from_callback(
@@ -164,12 +167,12 @@ def from_callback(
         return found
 
     sizes = shape_of_lengths(shape)
-    compare_call(mesh, "from_callback", (sizes, layout.text, dtype))
+    number = compare_call(mesh, "from_callback", (sizes, layout.text, dtype))
     if dtype is not None or not _is_member(mesh):
         made = made_of_blocks(sizes, mesh, layout, block_of, dtype)
         if made.is_member:
             compare_copies(made.local, mesh, layout, "from_callback")
-        return made
+        return numbered(made, number)
     problem: ShapeError | None = None
     try:
         mine = block_of(layout.box(sizes, mesh.rank))
@@ -178,7 +181,7 @@ def from_callback(
     kind = agreed_dtype(mine, mesh, "from_callback", problem)
     made = made_of_blocks(sizes, mesh, layout, lambda box: mine, kind)
     compare_copies(made.local, mesh, layout, "from_callback")
-    return made
+    return numbered(made, number)
 
 
 def full(
@@ -253,11 +256,11 @@ def empty(
     layout = Layout(as_live(mesh), placements)
     lengths = shape_of_lengths(shape)
     dtype = as_dtype(dtype)
-    compare_call(mesh, "empty", (lengths, layout.text, dtype))
+    number = compare_call(mesh, "empty", (lengths, layout.text, dtype))
     block = None
     if _is_member(mesh):
         block = mesh.shared_empty(layout.local_shape(lengths, mesh.rank), dtype)
-    return DTensor(mesh, layout, lengths, dtype, block)
+    return numbered(DTensor(mesh, layout, lengths, dtype, block), number)
 
 
 def made_of_blocks(

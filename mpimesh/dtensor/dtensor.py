@@ -15,10 +15,14 @@ from mpimesh.arguments import as_shape, shown
 from mpimesh.arrays import Array, DType, HostArray
 from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.dtensor.consistency import (
+    CallNumber,
     agreed_blocks,
     call_compared,
     compare_call,
     compare_copies,
+    compare_move,
+    number_text,
+    numbered,
     writable_block,
 )
 from mpimesh.dtensor.defaults import as_live
@@ -64,16 +68,7 @@ from mpimesh.trace import html
 
 __all__ = ["DTensor", "are_whole", "common_mesh", "gathered", "whole_of"]
 
-_IN_PLACE = (
-    "place",
-    "put",
-    "putmask",
-    "copyto",
-    "fill_diagonal",
-    "put_along_axis",
-    "at",
-    "setitem",
-)
+_IN_PLACE = {np.place, np.put, np.putmask, np.copyto, np.fill_diagonal, np.put_along_axis, setitem}
 """Functions that write into their first argument."""
 
 
@@ -94,8 +89,8 @@ class DTensor(Methods):
 
     __slots__ = ("__weakref__", "_block", "_dtype", "_layout", "_mesh", "_origin", "_shape")
 
-    _origin: str
-    """The batch of :class:`~mpimesh.data.Batches` that it is, as text; unset if it is none."""
+    _origin: CallNumber | str
+    """The call that made it, with checks on; or the batch of Batches that it is; or unset."""
 
     def __init__(
         self,
@@ -167,14 +162,14 @@ class DTensor(Methods):
         """
         own = writable_block(split_array(block), as_live(mesh))
         if shape is None:
-            shape, layout, dtype = agreed_blocks(own, mesh, Layout(mesh, placements))
+            shape, layout, dtype, number = agreed_blocks(own, mesh, Layout(mesh, placements))
             own = own.astype(dtype, copy=False)  # another one only without elements
         else:
             shape, layout = as_shape(shape), Layout(mesh, placements)
-            compare_call(mesh, "from_local", (shape, own.dtype, layout.text))
+            number = compare_call(mesh, "from_local", (shape, own.dtype, layout.text))
         made = cls(mesh, layout, shape, own.dtype, own)
         compare_copies(own, mesh, layout, "from_local")
-        return made
+        return numbered(made, number)
 
     @classmethod
     def _of_block(
@@ -351,8 +346,8 @@ class DTensor(Methods):
         """
         target = self._target(placements, mesh)
         if (mesh is None or mesh is self._mesh) and target == self._layout:
-            compare_call(self._mesh, "redistribute", (self, target.text))
-            return self.copy()
+            number = compare_call(self._mesh, "redistribute", (self, target.text))
+            return numbered(self.copy(), number)
         return self._start(target, mesh, max_bytes).resolve()
 
     def start_redistribute(
@@ -404,23 +399,26 @@ class DTensor(Methods):
         into = None if out is None else out._block
 
         def made(block: HostArray | None) -> DTensor:
-            return out if out is not None else self._moved(goal, target, block)
+            return out if out is not None else self._moved(goal, target, None, block)
 
-        return self._to(goal, target).planned(self._mesh, self._block, into, made)
+        which = number_text(self) if goal is self._mesh else ""
+        return self._to(goal, target).planned(self._mesh, self._block, into, made, which)
 
     def _start(
         self, target: Layout, mesh: DeviceMesh | None, max_bytes: int
     ) -> CollectiveTensor[DTensor]:
         goal = self._mesh if mesh is None else mesh
-        return self._to(goal, target).start(
-            self._mesh, self._block, partial(self._moved, goal, target), max_bytes=max_bytes
-        )
+        moving, number = self._to(goal, target), compare_move(self, goal, target.text)
+        made = partial(self._moved, goal, target, number)
+        return moving.start(self._mesh, self._block, made, max_bytes=max_bytes)
 
     def _to(self, goal: DeviceMesh, target: Layout) -> Redistribution:
         return redistribution(self._mesh, self._layout, goal, target, self._shape, self._dtype)
 
-    def _moved(self, goal: DeviceMesh, target: Layout, block: HostArray | None) -> DTensor:
-        return DTensor._of_block(goal, target, self._shape, self._dtype, block)
+    def _moved(
+        self, goal: DeviceMesh, target: Layout, number: CallNumber | None, block: HostArray | None
+    ) -> DTensor:
+        return numbered(DTensor._of_block(goal, target, self._shape, self._dtype, block), number)
 
     @overload
     def full(self, *, root: None = None) -> HostArray: ...
@@ -455,6 +453,7 @@ class DTensor(Methods):
             target = Layout(Mesh((), [root]), ())
         if not self.is_member:
             return None
+        compare_call(self.mesh, "full", (self, target.text))
         return self._to(self.mesh, target).start(self.mesh, self._block, lambda x: x).resolve()
 
     def full_tensor(self) -> HostArray:
@@ -471,7 +470,8 @@ class DTensor(Methods):
         if self._block is not None:
             block = self.mesh.shared_empty(self._block.shape, self.dtype)
             block[...] = self._block
-        return DTensor._of_block(self.mesh, self.layout, self.shape, self.dtype, block)
+        made = DTensor._of_block(self.mesh, self.layout, self.shape, self.dtype, block)
+        return numbered(made, getattr(self, "_origin", None))
 
     def _target(self, placements: PlacementLike | None, mesh: DeviceMesh | None) -> Layout:
         goal = self._mesh if mesh is None else mesh
@@ -636,7 +636,8 @@ def gathered(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         RankError: If this rank is not in the mesh.
     """
     copy_to = sure_rule_of(np.copyto)
-    if function.__name__ in _IN_PLACE and isinstance(args[0], DTensor):
+    in_place = function in _IN_PLACE or function.__name__ == "at"  # of any ufunc
+    if in_place and isinstance(args[0], DTensor):
         target, *others = args
         whole = np.array(whole_of(target))
         others, kwargs = _replaced((others, kwargs), [])

@@ -16,6 +16,7 @@ from mpimesh.arrays import DType, DTypeLike, HostArray
 from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.comm import Request, Steps
 from mpimesh.comm.regions import copy_own
+from mpimesh.dtensor.consistency import compare_call, number_text, numbered
 from mpimesh.dtensor.defaults import as_live
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.errors import DTypeError, LayoutError, RankError, ShapeError
@@ -233,7 +234,7 @@ class Halo:
                 padded[index] = value
         if planned is None or not planned.is_ready:  # a plan has one start under way
             lock = None if padded is None else field.local
-            planned = self._reading.planned(self.mesh, self._rule, padded, lock)
+            planned = self._reading.planned(self.mesh, field._rule, padded, lock)
             field._planned = planned
         return planned.start()
 
@@ -307,7 +308,7 @@ class HaloField:
             written into one is in the other.
     """
 
-    __slots__ = ("_padded", "_planned", "halo", "tensor")
+    __slots__ = ("_padded", "_planned", "_rule", "halo", "tensor")
 
     def __init__(self, halo: Halo, x: DTensor | None = None) -> None:
         if not isinstance(halo, Halo):
@@ -324,6 +325,7 @@ class HaloField:
         self.tensor = DTensor(mesh, plan.layout, plan.shape, halo.dtype, block)
         if x is not None:
             self._fill(x)
+        self._rule = halo._rule + number_text(x)
 
     @property
     def padded(self) -> HostArray:
@@ -356,6 +358,7 @@ class HaloField:
             raise LayoutError(f"{x!r} is not of the kind that {self.halo!r} was prepared for")
         if mine.is_member:
             self.local[...] = x.local
+        numbered(mine, getattr(x, "_origin", None))
 
     def __repr__(self) -> str:
         """Show what it is of. Local."""
@@ -409,6 +412,7 @@ def shift(
             f"x.redistribute(...) without Partial"
         )
     mesh, shape = x.mesh, x.shape
+    number = compare_call(mesh, "shift", (x, moved, wrap, filling))
     block: HostArray | None = None
     source: HostArray | None = None
     if x.is_member:
@@ -419,7 +423,7 @@ def shift(
     rule = f"shape {shape}, {x.dtype}, {x.layout}, steps {moved}, wrap {wrap}"
     reading = _prepared(mesh.rank, x.layout, shape, moved, wrap)
     reading.shift(mesh, rule, source, block)
-    return DTensor(mesh, x.layout, shape, x.dtype, block)
+    return numbered(DTensor(mesh, x.layout, shape, x.dtype, block), number)
 
 
 @lru_cache(maxsize=64)

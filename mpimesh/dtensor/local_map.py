@@ -13,7 +13,7 @@ import numpy as np
 
 from mpimesh.arguments import as_items, as_shape
 from mpimesh.arrays import HostArray
-from mpimesh.dtensor.consistency import agreed_dtype, compare_call, writable_block
+from mpimesh.dtensor.consistency import agreed_dtype, compare_call, numbered, writable_block
 from mpimesh.dtensor.dtensor import DTensor, common_mesh
 from mpimesh.dtensor.run import all_redistributed
 from mpimesh.errors import LayoutError, ShapeError
@@ -312,7 +312,7 @@ def local_map(
         split = [slot for slot, value in values.items() if isinstance(value, DTensor)]
         live = _mesh_of(name, mesh, [values[slot] for slot in split])
         # Ordinary arguments may differ: each rank works on its own blocks.
-        compare_call(live, f"local_map of {name}", [values[slot] for slot in split])
+        number = compare_call(live, f"local_map of {name}", [values[slot] for slot in split])
         moving = _moving(name, in_placements, list(parameters), values, split)
         brought = all_redistributed([values[slot] for slot in moving], list(moving.values()))
         values.update(zip(moving, brought, strict=True))
@@ -327,7 +327,8 @@ def local_map(
             values["block"] = BlockPlace(live.rank, coords, shapes, boxes)
         by_name = {slot: value for slot, value in values.items() if isinstance(slot, str)}
         found = function(*(values[slot] for slot in range(len(args))), **by_name)
-        return wrapped_result(found, out_placements, out_shapes, live, tensors, name)
+        made = wrapped_result(found, out_placements, out_shapes, live, tensors, name)
+        return numbered(made, number)
 
     return mapped
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpimesh.arrays import DType, DTypeLike
-from mpimesh.dtensor.consistency import raise_together, with_float_errors
+from mpimesh.dtensor.consistency import numbered, raise_together, with_float_errors
 from mpimesh.dtensor.dispatch import sure_rule_of
 from mpimesh.errors import (
     DTypeError,
@@ -354,7 +354,8 @@ class Methods(NDArrayOperatorsMixin):
                     return ready.local.astype(kind)
 
             block = with_float_errors(ready.mesh, "astype", cast)
-        return self._call(type(me), ready.mesh, ready.layout, ready.shape, kind, block)
+        made = self._call(type(me), ready.mesh, ready.layout, ready.shape, kind, block)
+        return numbered(made, getattr(self, "_origin", None))
 
     def fill(self, value: Any) -> None:
         """Write one value everywhere, in place. Local."""
@@ -420,7 +421,7 @@ def _part(x: T, function: Any) -> T:
         block.flags.writeable = False
     kind = function(np.empty(0, me.dtype)).dtype if block is None else block.dtype
     part: T = type(me)(me.mesh, me.layout, me.shape, kind, block)
-    return part
+    return numbered(part, getattr(x, "_origin", None))
 
 
 def _place_of(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -228,6 +228,7 @@ class Redistribution:
         block: HostArray | None,
         out: HostArray | None,
         finish: Callable[[HostArray | None], Any],
+        which: str,
     ) -> Persistent:
         """Plan it, to be started many times. Local.
 
@@ -236,6 +237,7 @@ class Redistribution:
             block: This rank's block, which each start reads; None if it has none.
             out: Where this rank's new block goes; None for memory of its own, or if it has none.
             finish: Makes the result out of the new block, or of None; called once.
+            which: Which array it is, to be compared with checks on.
         """
         user_out = out
         if out is not None and block is not None and np.may_share_memory(out, block):
@@ -244,6 +246,7 @@ class Redistribution:
             out = None
         if self.plan.collective is not None and block is not None:
             group, name, arguments, options = self._collective(mesh, block, out)
+            options["label"] = which.strip() or None
             planned: PersistentCollective = getattr(group, f"{name}_init")(*arguments, **options)
             into = options["out"]
             result = finish(into if user_out is None else user_out)
@@ -255,7 +258,7 @@ class Redistribution:
             self.group._core,
             "redistribute",
             exchanges.prepare,
-            rule=self.rule,
+            rule=self.rule + which,
             nbytes=self.sent_bytes,
             value=result,
             finish=None if plain else lambda: _copied_out(exchanges.end(), user_out, result),

@@ -11,6 +11,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpimesh.arrays import Array, DType
 from mpimesh.arrays.dtypes import as_dtype
+from mpimesh.dtensor.consistency import compare_call, numbered
 from mpimesh.dtensor.creation import distribute
 from mpimesh.dtensor.defaults import as_live, current_mesh
 from mpimesh.dtensor.dispatch import StandIn
@@ -187,12 +188,14 @@ class DVariable(StandIn, NDArrayOperatorsMixin):
         return self._update(np.subtract, delta, "assign_sub")
 
     def _update(self, ufunc: np.ufunc, delta: Any, what: str) -> DVariable:
-        moved = moved_to(self._given(delta, what), self.layout.placement)
-        now, block = self._value, None
+        given, now, block = self._given(delta, what), self._value, None
+        number = compare_call(now.mesh, what, (now, given))
+        moved = moved_to(given, self.layout.placement)
         if now.is_member:
             block = now.mesh.shared_empty(now.local.shape, now.dtype)
             ufunc(now.local, moved.local, out=block)
-        self._value = DTensor(now.mesh, now.layout, now.shape, now.dtype, block)
+        made = DTensor(now.mesh, now.layout, now.shape, now.dtype, block)
+        self._value = numbered(made, number)
         return self
 
     def _given(self, value: Any, what: str) -> DTensor:

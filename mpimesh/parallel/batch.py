@@ -279,7 +279,8 @@ class Batch:
             blocks: list[Array] = []
 
             def block(x: DTensor, path: str, blocks: list[Array] = blocks) -> Array:
-                self.origin = getattr(x, "_origin", None)
+                origin = getattr(x, "_origin", None)
+                self.origin = origin if isinstance(origin, str) else None
                 blocks.append(_block(engine, x, path))
                 return blocks[-1]
 

@@ -101,6 +101,7 @@ class Call:
         record: Its place in the rank's flight record; 0 if it has none.
         signatures: Where it is still to be compared with what the others start; None if nowhere.
         word: What this rank has posted there for it.
+        hint: What messages say of it besides.
     """
 
     number = 0
@@ -109,6 +110,7 @@ class Call:
     planned = False
     signatures: Signatures | None = None
     word = 0
+    hint = ""
 
     def __init__(
         self,
@@ -137,7 +139,8 @@ class Call:
     def __str__(self) -> str:
         """Return the call with its place, as error messages show it."""
         planned = ", planned" if self.planned else ""
-        return f"{self.text()} on group {self.group!r}{planned} at {site_text(self.site)}"
+        place = site_text(self.site) + self.hint
+        return f"{self.text()} on group {self.group!r}{planned} at {place}"
 
     def text(self) -> str:
         """Return the call without its place."""

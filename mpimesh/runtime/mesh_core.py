@@ -72,11 +72,13 @@ class MeshCore:
         links: Speeds of bytes from rank to rank, the same on all ranks.
         layout_cache: Layouts, and ways between them, of the mesh as it is.
         closed: Whether it was closed.
+        compared: How many calls of functions of split arrays were compared on it.
     """
 
     mesh: Mesh
     topology: MeshTopology | None
     layout_cache: dict[Hashable, Any]
+    compared = 0
 
     def __init__(self, dims: MeshArgument, comm: Any, name: str, tracer: Tracer | None) -> None:
         if tracer is not None and not isinstance(tracer, Tracer):

@@ -15,7 +15,7 @@ import numpy as np
 from mpimesh.arguments import as_shape, rank_names, ranks_by_value, shown
 from mpimesh.arrays import Array, DType, HostArray, array_shape
 from mpimesh.dtensor import DTensor
-from mpimesh.dtensor.consistency import compare_call
+from mpimesh.dtensor.consistency import compare_call, next_number, number_text, numbered
 from mpimesh.dtensor.defaults import as_live
 from mpimesh.dtensor.redistribute import redistribution
 from mpimesh.errors import (
@@ -160,7 +160,7 @@ def save_array(
             extents = _chunks(chunks, shape)
         elif kind.name == "zarr":
             extents = chunks_of(shape, _holders_of(values), dtype.itemsize)
-        text = values.layout.text if isinstance(values, DTensor) else ""
+        text = values.layout.text + number_text(values) if isinstance(values, DTensor) else ""
         facts.append([str(place), format, dataset, shape, str(dtype), text, extents])
     if live is not None and isinstance(values, np.ndarray):
         compare_call(live, "save_array", (values,))
@@ -252,12 +252,13 @@ class OpenedArray:
                     "placements: mm.open_array(path, mesh)"
                 )
             return self[index]
+        number = next_number(mesh)
         with _alike(mesh, "read", f"read {self._path}", reading=True) as facts:
             region = Region.of(index, self._opened.shape)
             goal = Layout.replicated(mesh) if placements is None else Layout(mesh, placements)
             rows = [[row.start, row.stop, row.step] for row in region.ranges]
             facts.append([str(self._path), goal.text, rows])
-            made = self._block(region, goal)
+            made = numbered(self._block(region, goal), number)
         if made.is_member and goal.partial_op:
             return made.redistribute(goal.placement)
         return made
@@ -298,7 +299,7 @@ class OpenedArray:
         with _alike(mesh, "write", f"write {self._path}") as facts:
             region = Region.of(index, self._opened.shape)
             values = self._checked_values(x, region)
-            text = values.layout.text if isinstance(values, DTensor) else ""
+            text = values.layout.text + number_text(values) if isinstance(values, DTensor) else ""
             rows = [[row.start, row.stop] for row in region.ranges]
             facts.append([str(self._path), text, rows])
         _write_region(self._opened, region, values, self._path)

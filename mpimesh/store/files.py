@@ -30,7 +30,14 @@ import xxhash
 
 from mpimesh.arguments import check_kind, shown
 from mpimesh.arrays import Array, DType, to_numpy
-from mpimesh.errors import DamagedError, MissingPackageError, MpimeshError, StoreError
+from mpimesh.dtensor.consistency import origin_place
+from mpimesh.errors import (
+    DamagedError,
+    MismatchError,
+    MissingPackageError,
+    MpimeshError,
+    StoreError,
+)
 from mpimesh.layout.boxes import Box, extent, slices, tiles, volume
 from mpimesh.runtime import DeviceMesh, Launch
 from mpimesh.runtime.agreement import agree
@@ -44,7 +51,7 @@ from mpimesh.store.format import (
     safetensors_header,
     tensor_name,
 )
-from mpimesh.store.parts import Value
+from mpimesh.store.parts import Parts, Value
 
 __all__ = [
     "DATA",
@@ -59,6 +66,7 @@ __all__ = [
     "as_folder",
     "as_store_error",
     "check_mesh",
+    "compare_arrays",
     "data_folder",
     "is_seen",
     "manifest_of",
@@ -138,6 +146,32 @@ def agreeing(
         raise problem
     else:
         rows[:] = [value]
+
+
+def compare_arrays(core: GroupCore | None, what: str, arrays: Mapping[str, Parts]) -> None:
+    """Compare which split arrays of the same looks the ranks give. Collective, with checks on.
+
+    Raises:
+        MismatchError: On every rank, naming the array, two ranks and where theirs were made.
+    """
+    if core is None or not core.context.settings.checks:
+        return
+    own = {
+        name: [str(parts.origin), origin_place(parts.origin)]
+        for name, parts in arrays.items()
+        if parts.origin is not None
+    }
+    first: dict[str, tuple[int, str, str]] = {}
+    for rank, row in enumerate(agree(core, Call(what, core.name), own)):
+        for name, (text, place) in row.items():
+            other, theirs, there = first.setdefault(name, (rank, text, place))
+            if text != theirs:
+                raise MismatchError.everywhere(
+                    f"{what}: all ranks must give the same split array as {name}, but rank {other} "
+                    f"gives {theirs}{there}, and rank {rank} gives {text}{place}: only shape, "
+                    "dtype and layout are alike. Make and write arrays in the same order on all "
+                    "ranks, and give the same one"
+                )
 
 
 def as_store_error(error: Exception, doing: str, *, reading: bool = False) -> MpimeshError:

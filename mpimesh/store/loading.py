@@ -42,7 +42,7 @@ from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore
 from mpimesh.store.array_formats import FlatArray
-from mpimesh.store.files import agreeing, as_folder, as_store_error, check_mesh
+from mpimesh.store.files import agreeing, as_folder, as_store_error, check_mesh, compare_arrays
 from mpimesh.store.format import (
     MANIFEST,
     ArrayEntry,
@@ -160,6 +160,7 @@ def load(
         rule = f"{what}, only={shown(only)}, strict={strict}, names {digest[:8]}"
         rule += "" if callable(layout) else f", layout={shown(layout)}"
         agree(core, Call("load", core.name, rule=rule))
+        compare_arrays(core, "load", wanted.arrays)
     if verify == "before":
         with agreeing(core, what, doing):
             place = (0, 1) if core is None else (core.rank or 0, core.size)

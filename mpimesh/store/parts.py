@@ -16,6 +16,7 @@ import numpy as np
 from mpimesh.arguments import shown
 from mpimesh.arrays import Array, DType, refuse_objects
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
+from mpimesh.dtensor.consistency import CallNumber
 from mpimesh.errors import DamagedError, MpimeshError, ShapeError, StoreError
 from mpimesh.layout.boxes import Box, extent, fits, whole
 
@@ -36,6 +37,7 @@ class Parts:
             writes them. They need not be contiguous, and may lie on a device. Boxes of a rank do
             not overlap. A rank may have none; boxes of several ranks may be the same, and then
             have the same values.
+        origin: What tells a split array from others like it, with checks on.
 
     Raises:
         ShapeError: If an array has not the extent of its box, or a box lies outside.
@@ -44,6 +46,7 @@ class Parts:
     shape: tuple[int, ...]
     dtype: DType
     parts: tuple[tuple[Box, Array], ...]
+    origin: CallNumber | str | None = None
 
     def __post_init__(self) -> None:
         for box, array in self.parts:

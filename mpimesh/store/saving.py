@@ -53,6 +53,7 @@ from mpimesh.store.files import (
     agreeing,
     as_folder,
     check_mesh,
+    compare_arrays,
     data_folder,
     manifest_of,
     new_token,
@@ -358,6 +359,7 @@ def _start(
             check_target(path)
             token = new_token()
         rows.append([own, common, token])
+    compare_arrays(core, "save", flat.arrays)
     token = rows[0][2]
     key = _digest([row[0] for row in rows])
     plans = _plans.setdefault(core, {})

@@ -202,10 +202,9 @@ def parts_of(array: Any, name: str) -> Parts:
                 f"{name} lies as summands ({array.layout.text}), which are no values yet: "
                 'redistribute it first, as in x.redistribute("dp=R")'
             )
-        if not array.is_member:
-            return Parts(array.shape, array.dtype, ())
-        box = array.layout.box(array.shape, array.mesh.rank)
-        return Parts(array.shape, array.dtype, ((box, array.local),))
+        box = array.layout.box(array.shape, array.mesh.rank) if array.is_member else None
+        parts = () if box is None else ((box, array.local),)
+        return Parts(array.shape, array.dtype, parts, getattr(array, "_origin", None))
     if _torch_tensor(array):
         array = torch_state(array)
     if isinstance(array, np.ma.MaskedArray):

@@ -21,6 +21,7 @@ import numpy as np
 
 import mpimesh as mm
 from mpimesh.errors import DeadlockError, MismatchError, MpimeshError
+from mpimesh.mesh import Mesh
 from tests.contract.mismatch_cases import WRONG, Case, Program
 from tests.contract.mismatch_models import MODELS
 
@@ -540,9 +541,101 @@ _STORE = [
     ),
 ]
 
+
+def _two(mesh: Any) -> Any:
+    return [mm.distribute(np.full(6, value), mesh, "dp=S0") for value in (0.0, 100.0)]
+
+
+def _other(name: str, body: Callable[[Any, Any, Any], object], said: str = "#") -> Case:
+    """A case with two arrays of the same looks, which the odd rank takes for each other."""
+    return Case(
+        f"other array: {name}",
+        lambda m, odd: body(m, *(_two(m)[::-1] if odd else _two(m))),
+        said=said,
+    )
+
+
+def _planned(x: Any) -> None:
+    planned = x.redistribute_init("dp=R")
+    for _ in range(2):
+        planned.start().resolve()
+
+
+def _to_another_mesh(x: Any, *, few: bool = False) -> None:
+    dims = Mesh("a=1", world_size=1) if few else "a=-1"
+    with mm.DeviceMesh(dims) as goal:
+        x.redistribute("a=S0", mesh=goal)
+
+
+def _halo(x: Any, y: Any) -> None:
+    halo = mm.Halo(x)
+    now, then = halo.field(x), halo.field(y)
+    halo.exchange(now)
+    then.tensor.sum()
+
+
+def _written_since(mesh: Any, odd: bool) -> None:
+    x = mm.zeros(6, mesh, "dp=S0")
+    before = x.copy()
+    x[2:] = 1.0
+    (before if odd else x).sum()
+
+
+def _by_name(mesh: Any, odd: bool) -> None:
+    names = ("bias", "weight") if odd else ("weight", "bias")
+    made = {name: mm.ones(6, mesh, "dp=S0") for name in names}
+    made["bias"].sum()
+
+
+_OTHER = [
+    _other("a sum", lambda m, x, y: x.sum(), "numpy.sum((6,) float64 as dp=S0"),
+    _other("order of two sums", lambda m, x, y: [x.sum(), y.sum()]),
+    _other("order of operands", lambda m, x, y: x - y),
+    _other("a row of arrays", lambda m, x, y: np.concatenate([x, y])),
+    _other("a part of a result", lambda m, x, y: np.split(np.concatenate([x, y]), 2)[0] + 1),
+    _other("a write", lambda m, x, y: _put(x, slice(2), 7.0)),
+    _other("values that are set", lambda m, x, y: _put(x * 1, ..., y)),
+    _other("out", lambda m, x, y: np.add(1.0, 1.0, out=x)),
+    _other("full", lambda m, x, y: x.full()),
+    _other("full on one rank", lambda m, x, y: x.full(root=0)),
+    _other("a copy", lambda m, x, y: x.copy().sum()),
+    _other("a cast", lambda m, x, y: x.astype("f4").sum()),
+    _other("a move", lambda m, x, y: x.redistribute("dp=R")),
+    _other("a move to the same layout", lambda m, x, y: x.redistribute("dp=S0")),
+    _other("a move to another mesh", lambda m, x, y: _to_another_mesh(x)),
+    _other("a move to a mesh of one rank", lambda m, x, y: _to_another_mesh(x, few=True)),
+    _other("a planned move", lambda m, x, y: _planned(x)),
+    _other("a halo", lambda m, x, y: _halo(x, y), "halo"),
+    _other("a shift", lambda m, x, y: mm.shift(x, 1, 0), "shift"),
+    _other("local_map", lambda m, x, y: mm.local_map(np.exp, "dp=S0")(x)),
+    _other("a variable", lambda m, x, y: mm.dtensor.DVariable(x).assign_add(y), "assign_add"),
+    Case("other array: a copy from before a write", _written_since, said="#"),
+    Case("other array: made in another order", _by_name, said="#"),
+    Case(
+        "other array: saved",
+        _saved(lambda m, p, odd: mm.save(f"{p}/b", {"x": _two(m)[odd]})),
+        said="same split array as x",
+    ),
+    Case(
+        "other array: loaded",
+        _saved(
+            lambda m, p, odd: mm.load(
+                f"{p}/a", dict(zip("yx" if odd else "xy", _two(m), strict=True))
+            )
+        ),
+        said="same split array as",
+    ),
+    Case(
+        "other array: in a file",
+        _saved(lambda m, p, odd: mm.save_array(f"{p}/x.npy", _two(m)[odd])),
+        said="#",
+    ),
+]
+
+
 CASES = {
     case.name: case
-    for case in [*_group_calls(), *_COLLECTIVES, *_MESSAGES, *_SPLIT, *_STORE, *MODELS]
+    for case in [*_group_calls(), *_COLLECTIVES, *_MESSAGES, *_SPLIT, *_OTHER, *_STORE, *MODELS]
 }
 
 

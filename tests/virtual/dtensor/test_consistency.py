@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.errors import MismatchError, RankError
+from mpimesh.mesh import Mesh
 from tests.helpers.raises import raises
 
 
@@ -108,5 +111,68 @@ def test_bytes_that_hold_no_value_do_not_count(dtype, monkeypatch):
             x[0] = x[1] = mesh.rank
             with pytest.raises(MismatchError):
                 mm.distribute(x, mesh, "S0")
+
+    mm.run_virtual(2, main)
+
+
+def test_arrays_are_told_apart_in_no_program_that_is_right(monkeypatch):
+    """Whatever is local: copies, garbage, errors, other meshes, and the order of results."""
+    monkeypatch.setenv("MPIMESH_CHECKS", "1")
+
+    ranks = threading.local()
+
+    def fails(block):
+        if ranks.rank:
+            raise ArithmeticError
+        return block
+
+    def main():
+        with mm.DeviceMesh("a=2") as mesh, mm.DeviceMesh(Mesh("b=1", world_size=1)) as few:
+            ranks.rank = mesh.rank
+            x = mm.distribute(np.arange(8.0), mesh, "S0")
+            copied = x.copy() if mesh.rank else x
+            assert float((copied + 1).sum()) == 36
+            rows = [mm.zeros(8, mesh, "S0") for _ in range(4)]
+            kept = rows[3]
+            if mesh.rank:
+                rows.clear()
+            for number in range(3 if mesh.rank == 0 else 0):
+                assert float((mm.ones(2, few, "R") + number).sum()) == 2 * (1 + number)
+            with pytest.raises(ValueError, match="broadcast"):
+                x + np.ones(5)
+            with contextlib.suppress(ArithmeticError):
+                mm.local_map(fails)(x)
+            started = [one.start_redistribute("R") for one in (x, kept)]
+            for handle in reversed(started) if mesh.rank else started:
+                handle.resolve()
+            whole, zeros = (handle.resolve() for handle in started)
+            assert np.array_equal((whole + zeros).full(), np.arange(8.0))
+            if mesh.rank:
+                assert whole.copy().astype("f4").local[1] == 1.0
+            own = mm.DTensor(mesh, x.layout, x.shape, x.dtype, x.local)
+            x += own
+            low, high = np.split(x, 2)
+            joined: Any = np.concatenate([high, low])
+            assert np.array_equal(joined.full(), 2 * np.roll(np.arange(8), 4))
+            x.sort()
+            assert float(x.T.real.max()) == 14
+
+    mm.run_virtual(2, main)
+
+
+@pytest.mark.parametrize("checks", ["0", "1"])
+def test_only_with_checks_on_arrays_have_numbers(checks, monkeypatch):
+    monkeypatch.setenv("MPIMESH_CHECKS", checks)
+
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            x = mm.zeros(4, mesh, "S0") + 1
+            made = [x, x.copy(), x.redistribute("R"), mm.shift(x, 1, 0), *np.split(x, 2)]
+            numbers = [getattr(one, "_origin", None) for one in made]
+            if checks == "0":
+                assert numbers == [None] * 6
+            else:
+                texts = [str(number) for number in numbers]
+                assert texts == ["#2", "#2", "#3", "#4", "#5[0]", "#5[1]"]
 
     mm.run_virtual(2, main)
