@@ -115,8 +115,9 @@ def with_float_errors(mesh: DeviceMesh, name: str, do: Callable[[], R]) -> R:
     until all is done, for a rank that raised in between would leave the others waiting.
     """
     modes: Any = np.geterr()
-    found, warns = modes.values(), _warnings_raise()
-    if not ("raise" in found or "call" in found or (warns and "warn" in found)):
+    found = modes.values()
+    warns = "warn" in found and _warnings_raise()
+    if not (warns or "raise" in found or "call" in found):
         return do()
     if not mesh.contains_rank(mesh.rank):
         return do()
@@ -160,13 +161,24 @@ _FLOAT_ERRORS = {
 
 def _warnings_raise() -> bool:
     """Tell whether a warning of NumPy about floats is raised as an error."""
-    for action, message, category, _, _ in warnings.filters:  # the first one that fits counts
+    filters, raises = _last_filters[0]
+    if filters != warnings.filters:  # each operator asks, and they seldom change
+        filters = [*warnings.filters]
+        raises = _raise_floats(filters)
+        _last_filters[0] = filters, raises
+    return raises
+
+
+def _raise_floats(filters: Sequence[Any]) -> bool:
+    for action, message, category, _, _ in filters:  # the first one that fits counts
         if category in _ABOVE and (message is None or message.match("overflow encountered in add")):
-            return action == "error"
+            return bool(action == "error")
     return False
 
 
 _ABOVE = RuntimeWarning.__mro__
+_last_filters: list[tuple[list[Any], bool]] = [([], False)]
+"""The filters of warnings that were there last, and what they say."""
 
 
 def call_compared(
