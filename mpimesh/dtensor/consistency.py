@@ -377,9 +377,10 @@ def _bound(
     ndims = [len(x.shape) for x in _arrays(first) if hasattr(x, "layout")]
     if ndims and function not in (np.expand_dims, np.stack):
         for key in rest.keys() & how.parameters.keys() & _AXES:
-            axes = rest.pop(key)
-            if _axes(axes, ndims[0]) != _axes(how.parameters[key].default, ndims[0]):
-                rest[key] = _axes(axes, ndims[0])
+            axes = _axes(rest.pop(key), ndims[0])
+            default = _axes(how.parameters[key].default, ndims[0])
+            if isinstance(axes, np.ndarray) or axes != default:
+                rest[key] = axes
     return first, dict(sorted(rest.items()))
 
 

@@ -115,6 +115,19 @@ def test_bytes_that_hold_no_value_do_not_count(dtype, monkeypatch):
     mm.run_virtual(2, main)
 
 
+def test_what_is_no_axis_is_refused_as_numpy_does(monkeypatch):
+    monkeypatch.setenv("MPIMESH_CHECKS", "1")
+
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            x: Any = mm.zeros((2, 2), mesh, "S0")
+            for axes in (np.array([0, 1]), np.array([0])):
+                with pytest.raises(TypeError):
+                    np.diff(x, axis=axes)
+
+    mm.run_virtual(2, main)
+
+
 def test_arrays_are_told_apart_in_no_program_that_is_right(monkeypatch):
     """Whatever is local: copies, garbage, errors, other meshes, and the order of results."""
     monkeypatch.setenv("MPIMESH_CHECKS", "1")
