@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from math import prod
 from operator import getitem, setitem
 from typing import Any, NoReturn, overload
@@ -637,6 +638,8 @@ def gathered(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """
     copy_to = sure_rule_of(np.copyto)
     in_place = function in _IN_PLACE or function.__name__ == "at"  # of any ufunc
+    if in_place and not args:  # all by name
+        args, kwargs = list(signature(function).bind(**kwargs).arguments.values()), {}
     if in_place and isinstance(args[0], DTensor):
         target, *others = args
         whole = np.array(whole_of(target))
