@@ -91,7 +91,7 @@ def elements_for(x: DTensor, value: Any) -> HostArray:
     """
     refuse_masked(value)
     values = np.asarray(value)
-    if not all(type(one) is int for one in values.flat if values.dtype.hasobject):
+    if values.dtype.hasobject and not all(type(one) is int for one in values.flat):
         refuse_objects(values.dtype)  # Python's large integers are objects only for NumPy
     elements = np.empty((1, *values.shape), x.dtype)
     try:
