@@ -330,15 +330,28 @@ def problem_on(mesh: mm.DeviceMesh, case: Case, expected: Expected) -> str:
     # What raises has written nothing.
     after = expected.after if error is None else values(case.operands[0])
     text = text or _differs(np.asarray(arrays[0].full()), after, case)
-    return text if error is None or text else ("refused" if expected.error is None else "")
+    return (
+        text if error is None or text else (f"{REFUSED}{error}" if expected.error is None else "")
+    )
+
+
+REFUSED = "refused: "
+"""So begins what comes of a case that split arrays have no rule for."""
 
 
 class _Torn(MpimeshError):
     """The ranks are out of step."""
 
 
-def problems(cases: Sequence[Case], on_refusal: Callable[[Case], None] | None = None) -> list[str]:
-    """Run cases on virtual ranks; return a line for each that went wrong."""
+def problems(
+    cases: Sequence[Case], on_refusal: Callable[[Case, str], object] | None = None
+) -> list[str]:
+    """Run cases on virtual ranks; return a line for each that went wrong.
+
+    Args:
+        cases: The cases.
+        on_refusal: Gets a case that is refused, and why.
+    """
     groups: dict[str, list[Case]] = {}
     for case in cases:
         groups.setdefault(case.dims, []).append(case)
@@ -346,9 +359,9 @@ def problems(cases: Sequence[Case], on_refusal: Callable[[Case], None] | None = 
     with warned.ignored:
         for dims, group in groups.items():
             for case, text in _run(dims, group):
-                if text == "refused":
+                if text.startswith(REFUSED):
                     if on_refusal:
-                        on_refusal(case)
+                        on_refusal(case, text)
                 elif text:
                     found.append(f"{case}  # {text}")
     return found
