@@ -29,6 +29,7 @@ of line i. Without one it takes the few below, and prints which is near which:
 
 from __future__ import annotations
 
+import errno
 import os
 
 # The cores are for the ranks: more threads than cores would make all of them slow.
@@ -88,6 +89,8 @@ def embed_file(model: MiniLM, source: str, out: Path | None) -> None:
         nonlocal part
         if out is None or mesh.rank != 0:
             return None
+        if out.is_symlink():
+            raise FileExistsError(errno.EEXIST, "it is a link, which is not replaced")
         if out.exists():
             np.load(out, mmap_mode="r")  # raises if it is anything else, which is not replaced
         part = out.with_name(f".{out.name}.{uuid4().hex}.part")  # until all of it is there

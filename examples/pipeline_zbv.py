@@ -29,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from common.figure import OUT
+from common.files import write_text
 
 import mpimesh as mm
 from mpimesh import nn, optim
@@ -79,10 +80,10 @@ def main(steps: int = 5, rows: int = ROWS) -> list[float]:
 
 def draw(pipe: mm.PipelineParallel, ranks: int) -> None:
     """Draw the last step as it was measured, and what the schedule promises. Collective."""
-    OUT.mkdir(exist_ok=True)
-    report = pipe.step_picture(OUT / "pipeline_zbv.svg")
+    report = pipe.step_report()
     if report is None:
         return  # not on this rank
+    write_text(OUT / "pipeline_zbv.svg", report.to_svg())
     # A stage of 1F1B is two of zbv; times are those of one half of a backward of zbv.
     times = {
         name: mm.schedule.simulate(
@@ -99,7 +100,7 @@ def draw(pipe: mm.PipelineParallel, ranks: int) -> None:
         f"{busy['1f1b']:.0%}"
     )
     picture = OUT / "schedule_zbv.svg"
-    picture.write_text(mm.schedule.schedule_svg(times), encoding="utf-8")
+    write_text(picture, mm.schedule.schedule_svg(times))
     print(f"wrote {picture}: both, if all actions take equally long")
     print(f"wrote {OUT / 'pipeline_zbv.svg'}: the last step, as it was measured here")
 

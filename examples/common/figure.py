@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common.files import MARK, check_replaceable
+
 OUT = Path("out")
 INSTALL = "pip install matplotlib"
 
@@ -26,6 +28,13 @@ def save_figure(name: str | Path, draw: Callable[[Any], None], *, columns: int =
     figure = Figure(figsize=(4.4 * columns, 3.2), layout="constrained")
     draw(figure.subplots(1, columns))
     path = name if isinstance(name, Path) else OUT / name
+    try:
+        check_replaceable(path)
+    except FileExistsError as error:
+        print(f"SKIPPED the picture {path}: {error.strerror}")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90, metadata={"Date": None} if path.suffix == ".svg" else {})
+    is_svg = path.suffix == ".svg"
+    metadata = {"Date": None, "Creator": MARK} if is_svg else {"Software": MARK}
+    figure.savefig(path, dpi=90, metadata=metadata)
     print(f"wrote {path}")

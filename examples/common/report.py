@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import mpimesh as mm
+from common.files import check_replaceable, write_text
 from common.program import on_all_ranks
 from mpimesh.trace import Event, curve_svg, timeline_svg
 
@@ -44,8 +45,8 @@ class MeshReport:
         files: What will be written; None among them is left out.
 
     Raises:
-        ProgramError: On every rank, if one of the files cannot be written: better now than at the
-            end.
+        ProgramError: On every rank, if one of the files cannot be written, or is there and of no
+            example: better now than at the end.
     """
 
     def __init__(self, mesh: mm.DeviceMesh, files: Sequence[Path | None] = ()) -> None:
@@ -110,8 +111,7 @@ class MeshReport:
     def write_text(self, path: Path | None, text: str) -> None:
         """Write a file on rank 0, if there is a name for it."""
         if path is not None and self.mesh.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            write_text(path, text)
             self.written.append(path)
 
     def show_saved(self, folder: Path | None, step: int) -> None:
@@ -128,9 +128,13 @@ class MeshReport:
 
     def _try_to_write(self, path: Path) -> None:
         if self.mesh.rank == 0:
+            check_replaceable(path)
             path.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not path.exists()
             with path.open("ab"):
                 pass
+            if is_new:
+                path.unlink()
 
 
 class WorkProgress:

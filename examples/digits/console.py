@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from rich.table import Table
 import mpimesh as mm
 from digits.data import Batches
 from mpimesh.parallel import StepReport
-from mpimesh.trace import Event, write_chrome_trace
+from mpimesh.trace import Event, chrome_trace
 
 DIMS = {"dp": "replicas", "pp": "stages"}
 """Data parallel: replicas of the model. Pipeline parallel: its stages."""
@@ -140,7 +141,8 @@ class Report(MeshReport):
     def __init__(self, mesh: mm.DeviceMesh, options: Namespace) -> None:
         self._options = options
         self._loss_picture = options.out / "loss.svg"
-        super().__init__(mesh, [options.json, self._loss_picture])
+        names = ("timeline.svg", "trace.json", "step.svg", "loss.svg")
+        super().__init__(mesh, [options.json, *(options.out / name for name in names)])
 
     def show_stages(self, stages: Sequence[mm.PipelineStage]) -> None:
         """Show how the model is cut."""
@@ -221,9 +223,8 @@ class Report(MeshReport):
         )
         self.draw_events(options.out / "timeline.svg", events, title)
         if events:
-            path = options.out / "trace.json"
-            write_chrome_trace(path, events, labels=self.labels())
-            self.written.append(path)
+            trace = chrome_trace(events, labels=self.labels())
+            self.write_text(options.out / "trace.json", json.dumps(trace, separators=(",", ":")))
 
     def draw_step(self, report: StepReport | None) -> None:
         """Write a picture of a step that was measured and, below it, the predicted one."""
