@@ -17,7 +17,7 @@ def test_random_files_of_others_stay(monkeypatch, tmp_path):
     files = example_module("common.files", monkeypatch)
     figure = example_module("common.figure", monkeypatch)
     draw = random.Random(0)
-    for number in range(60):
+    for number in range(24):
         path = tmp_path / f"{number}{draw.choice(['.svg', '.json', '.png'])}"
         kind = draw.choice(["none", "empty", "ours", "other", "link", "folder"])
         target = tmp_path / f"target{number}"
