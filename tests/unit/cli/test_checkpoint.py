@@ -20,6 +20,7 @@ from mpimesh.cli.checkpoint import export, problems_of
 from mpimesh.errors import StoreError
 from mpimesh.store.files import PART
 from mpimesh.store.format import MANIFEST, ArrayEntry, Manifest, Piece, digest_of, read_manifest
+from tests.helpers.depth import deep
 from tests.helpers.raises import names, raises
 
 ARRAYS = {
@@ -103,7 +104,7 @@ def header_places(header: bytes) -> list[int]:
     return [place for place in range(len(header.rstrip())) if place not in skipped]
 
 
-@pytest.mark.parametrize("place", ["data", "header", "manifest", "end"])
+@pytest.mark.parametrize("place", ["data", *deep("header"), "manifest", "end"])
 def test_verify_finds_each_changed_byte(folder, place):
     checkpoint = folder / "step-00000100"
     path = checkpoint / MANIFEST if place == "manifest" else file_of(checkpoint)
