@@ -111,7 +111,7 @@ class Links:
                     continue
                 peer, forward = placement[far], stage < far
                 tags = message_tags(number, f"stages {pair[0]} and {pair[1]}")
-                self.sending[stage, far] = SendLink(self, stage, peer, tags[not forward])
+                self.sending[stage, far] = SendLink(self, (stage, far), peer, tags[not forward])
                 self.receiving[stage, far] = RecvLink(self, (stage, far), peer, tags[forward])
 
     # -- while the model is made: rows of loans -----------------------------------------------
@@ -195,7 +195,7 @@ class Links:
         """Wait for the last sends, once every rank is known to have received all messages."""
         for sending in (*self.announcing, *self.unfinished):
             for request in sending.requests:
-                self._wait(request, sending.action, sending.peer)
+                self._wait(request, sending.action, sending.peer, "", 0)
         self.reap()
 
     def end(self) -> None:
@@ -261,14 +261,16 @@ class Links:
         request: RecvRequest = self.group._core.side(namespace(data)).irecv(data, peer, tag)
         return request
 
-    def wait(self, test: Callable[[], bool], action: Action, peer: int) -> None:
+    def wait(self, test: Callable[[], bool], action: Action, peer: int, messages: str = "") -> None:
         """Wait for the other end of `action`, which the trace shows as waiting.
 
-        The wait also looks whether the step is to be left, which ends it by raising.
+        It also looks whether the step is to be left, which ends it by raising. Messages are counted
+        by name on both ends, so that a circle of waits is found.
         """
         check_abort, progress = self.check_abort, self.group._core.progress
+        received = messages and f"{messages}, received"
         if test() or test_often(test, progress):
-            return
+            return self.count(received)
 
         def ready() -> bool:
             # The check for the abort signal polls MPI, too, and takes longer than a test.
@@ -279,11 +281,21 @@ class Links:
 
         stage, microbatch = action.stage, action.microbatch
         with self.tracer.span(str(action), "wait", stage=stage, microbatch=microbatch):
-            self._wait(Condition(ready), action, peer)
+            number = progress.counts.get(received, 0) + bool(messages)
+            self._wait(Condition(ready), action, peer, messages, number)
+        self.count(received)
 
-    def _wait(self, request: Request, action: Action, peer: int) -> None:
-        what = f"pipeline action {action}"
-        self.group._core.wait_for(request, what=what, peers=(peer,))
+    def _wait(self, request: Request, action: Action, peer: int, among: str, number: int) -> None:
+        what, core = f"pipeline action {action} of group {self.group.name!r}", self.group._core
+        core.progress.wait(
+            core.communicator, request, what=what, peers=(peer,), number=number, among=among
+        )
+
+    def count(self, messages: str) -> None:
+        """Count one more of `messages`; none without a name."""
+        if messages:
+            counts = self.group._core.progress.counts
+            counts[messages] = counts.get(messages, 0) + 1
 
     def record(
         self,
@@ -344,9 +356,10 @@ class SendLink:
             memory.
     """
 
-    def __init__(self, links: Links, stage: int, peer: int, tag: int) -> None:
+    def __init__(self, links: Links, ends: tuple[int, int], peer: int, tag: int) -> None:
         self._links = links
-        self._stage = stage
+        self._stage = ends[0]
+        self._messages = _messages(links, *ends)
         self._tag = tag
         self.peer = peer
         self.lending: Lending | None = None
@@ -426,11 +439,13 @@ class SendLink:
         row.lend(x, at, is_note=is_note)
         self._room = None
         self.sent.setdefault(self._tag, []).append(_LENT)
+        self._links.count(self._messages)
 
     def _isend(self, data: Array) -> Request:
         request = self._links.isend(data, self.peer, self._tag)
         tag = -self._tag if is_cupy(data) else self._tag
         self.sent.setdefault(tag, []).append(data.nbytes)
+        self._links.count(self._messages)
         return request
 
     def _outgoing(self, x: Array) -> Array:
@@ -476,6 +491,7 @@ class RecvLink:
         self._forward = far < stage
         self._far = far
         self._tag = tag
+        self._messages = _messages(links, far, stage)
         self.peer = peer
         self.source = min(ends)
         self.loans: Borrowing | None = None
@@ -553,8 +569,7 @@ class RecvLink:
         links, task = self._links, self._links.task
         microbatch = action.microbatch
         if self._is_news:
-            if not loans.has_come():
-                links.wait(loans.has_come, action, self.peer)
+            links.wait(loans.has_come, action, self.peer, self._messages)
             if loans.nbytes >= 0:
                 raise TransportError(_NO_ANNOUNCEMENT)
             self._count += 1
@@ -562,8 +577,7 @@ class RecvLink:
             self._is_news = task.free
         arrays: list[Array] = []
         for shape, dtype, nbytes in self._expected(microbatch):
-            if not loans.has_come():
-                links.wait(loans.has_come, action, self.peer)
+            links.wait(loans.has_come, action, self.peer, self._messages)
             if loans.nbytes != nbytes:
                 raise self._other_size(action, len(arrays), loans.nbytes)
             self._count += 1
@@ -598,7 +612,7 @@ class RecvLink:
             self.post_ahead()
         message = self._posted[0]
         for posted in message:
-            links.wait(posted.request.test, action, self.peer)
+            links.wait(posted.request.test, action, self.peer, self._messages)
         self._posted.popleft()
         self.post_ahead()
         for place, posted in enumerate(message):
@@ -609,11 +623,11 @@ class RecvLink:
 
     def _learn(self, announcement: _PostedMessage, action: Action) -> None:
         links = self._links
-        links.wait(announcement.request.test, action, self.peer)
+        links.wait(announcement.request.test, action, self.peer, self._messages)
         left, text = length_of(announcement.buffer[: announcement.request.received_bytes()])
         if left:
             rest = self._announcement = self._post_announcement(left)
-            links.wait(rest.request.test, action, self.peer)
+            links.wait(rest.request.test, action, self.peer, self._messages)
             text = np.concatenate([text, rest.buffer])
         self._announcement = None
         self._is_news = False
@@ -648,6 +662,11 @@ class RecvLink:
             f"stage {self._far} sent stage {action.stage} {max(got, 0)} bytes, but {nbytes} are "
             f"expected: shape {shape} and dtype {dtype}, array {place} of {interface}"
         )
+
+
+def _messages(links: Links, stage: int, far: int) -> str:
+    """Return the name by which both ends count what goes from a stage to another."""
+    return f"{links.group.communicator.name}, messages from stage {stage} to {far}"
 
 
 _NO_ANNOUNCEMENT = "data came where an announcement of its shape was expected"

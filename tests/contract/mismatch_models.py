@@ -127,6 +127,21 @@ def _pipeline(mesh: Any, odd: bool, **options: Any) -> None:
     pipe.train_step(_BATCH, _BATCH, loss=nn.mse_loss)
 
 
+def _talking(mesh: Any, odd: bool) -> None:
+    """A layer calls a collective over another mesh, and the next stage waits for its result."""
+    other = mm.DeviceMesh("other=-1")
+
+    class Talking(nn.Linear):
+        def forward(self, x: Any, ctx: Any = None) -> Any:
+            other.group().all_reduce(np.ones(2)).resolve()
+            return super().forward(x, ctx)
+
+    layers = [Talking(4, 4), *(nn.Linear(4, 4) for _ in range(1, mesh.size))]
+    stages = [mm.PipelineStage(i).add_layer(layer) for i, layer in enumerate(layers)]
+    pipe = mm.PipelineParallel(stages, 2, mesh=mesh, dim="dp", data_dim=None)
+    pipe.train_step(_BATCH, _BATCH, loss=nn.mse_loss)
+
+
 def _steps(
     mesh: Any,
     *,
@@ -375,6 +390,7 @@ MODELS = [
         lambda m, odd: _train(m, before=lambda model: _freeze(model, odd)),
     ),
     Case("model: steps", lambda m, odd: _train(m, steps=1 if odd else 2)),
+    Case("wait: a layer and another mesh", _talking, "any", said="waits for rank 1", alone=True),
     Case("model: schedule", lambda m, odd: _pipeline(m, odd, schedule="gpipe"), said="gpipe"),
     Case(
         "model: microbatches of a pipeline",
