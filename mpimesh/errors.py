@@ -34,6 +34,7 @@ __all__ = [
     "ModuleStateError",
     "MpimeshError",
     "NoRuleError",
+    "OutOfMemoryError",
     "PeerLostError",
     "RankError",
     "ReduceOpError",
@@ -199,6 +200,10 @@ class DeadlockError(MpimeshError, RuntimeError):
 
     Virtual ranks find it always, processes with ``MPIMESH_CHECKS`` on.
     """
+
+
+class OutOfMemoryError(MpimeshError, MemoryError):
+    """There is no memory for an array, or for the copy of one that is to be moved."""
 
 
 class TransportError(MpimeshError, RuntimeError):

@@ -21,7 +21,7 @@ import numpy as np
 from mpimesh.arguments import MOST, shown
 from mpimesh.arrays.dtypes import as_dtype, refuse_objects
 from mpimesh.arrays.namespace import DType, HostArray
-from mpimesh.errors import DTypeError, ShapeError
+from mpimesh.errors import DTypeError, OutOfMemoryError, ShapeError
 
 __all__ = [
     "KEPT_STEPS",
@@ -88,14 +88,14 @@ def aligned_empty(
     Raises:
         ShapeError: If a size is negative or no whole number.
         DTypeError: If `dtype` holds Python objects.
-        MemoryError: If there is not as much memory.
+        OutOfMemoryError: If there is not as much memory.
     """
     sizes, kind = array_shape(shape, dtype)
     nbytes = math.prod(sizes) * kind.itemsize
     try:
         aligned: HostArray = take(nbytes).view(kind).reshape(sizes)
-    except OSError as error:
-        raise MemoryError(
+    except (MemoryError, OSError) as error:
+        raise OutOfMemoryError(
             f"an array of shape {sizes} and dtype {kind} needs {nbytes / 2**30:.1f} GiB, which "
             f"this machine does not give: {error}"
         ) from None
@@ -209,7 +209,7 @@ class ArrayPool:
             if self.nbytes + size > self._limit_bytes:
                 self._keep(lambda block: sys.getrefcount(block.owner) != block.when_free)
                 if self.nbytes + size > self._limit_bytes:
-                    return np.empty(shape, dtype)
+                    return aligned_empty(shape, dtype)
             block = _PooledBlock(self._allocate(size))
             # Counted, here where nothing else refers to it: Python's own differ by version.
             block.when_free = sys.getrefcount(block.owner)

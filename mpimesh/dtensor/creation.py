@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpimesh.arguments import MOST, as_flag, as_function, as_int, as_real, as_shape, shown
-from mpimesh.arrays import DType, DTypeLike, HostArray, array_shape, refuse_objects
+from mpimesh.arrays import DType, DTypeLike, HostArray, aligned_empty, array_shape, refuse_objects
 from mpimesh.arrays.dtypes import as_dtype, dtype_from_json, dtype_to_json, is_half
 from mpimesh.arrays.random_bits import key_of
 from mpimesh.arrays.random_numbers import (
@@ -446,7 +446,7 @@ def _arange_block(
     Integers wrap around past the dtype's end.
     """
     low, high = part
-    block: HostArray = np.empty(high - low, dtype)
+    block = aligned_empty(high - low, dtype)
     first = np.zeros(2, dtype)
     try:
         for index in range(min(2, length)):
@@ -484,7 +484,7 @@ def _linspace_block(
     rounded to `dtype`; down to whole numbers where that is a dtype of integers.
     """
     low, high = part
-    block: HostArray = np.empty(high - low, dtype)
+    block = aligned_empty(high - low, dtype)
     span = last - first
     parts = length - 1 if endpoint else length
     step = span / parts if parts > 0 else span

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
-from mpimesh.arrays import DType, HostArray
+from mpimesh.arrays import DType, HostArray, aligned_empty
 from mpimesh.comm import Request, Steps, run_steps
 from mpimesh.comm.regions import copy_own
 from mpimesh.errors import ClosedError, DTypeError, LayoutError, ReduceOpError, ShapeError
@@ -322,7 +322,7 @@ class _Exchanges:
         self._block = block
         source = block
         if block is not None and not block.flags.c_contiguous:
-            source = np.empty(block.shape, block.dtype)
+            source = aligned_empty(block.shape, block.dtype)
         self._arrays = [source]
         into = -1 if out is None else part.plan.into_block
         for number, stage in enumerate(part.stages):

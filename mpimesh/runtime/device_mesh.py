@@ -549,7 +549,7 @@ class DeviceMesh:
         Raises:
             ShapeError: If a size is negative or no whole number.
             DTypeError: If `dtype` holds Python objects.
-            MemoryError: If there is not as much memory.
+            OutOfMemoryError: If there is not as much memory.
         """
         core = self._core
         if core.closed:

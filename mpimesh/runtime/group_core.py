@@ -28,7 +28,14 @@ from mpimesh.comm import Communicator, Request, Steps, run_steps
 from mpimesh.comm.algorithms import Algorithms, Row
 from mpimesh.comm.device_strategy import steps_in
 from mpimesh.comm.requests import Condition
-from mpimesh.errors import BudgetError, ClosedError, GroupError, RankError, on_all_ranks
+from mpimesh.errors import (
+    BudgetError,
+    ClosedError,
+    GroupError,
+    OutOfMemoryError,
+    RankError,
+    on_all_ranks,
+)
 from mpimesh.runtime.agreement import agree, agree_alike, compare
 from mpimesh.runtime.call import Call, Message, call_stack
 from mpimesh.runtime.operands import host_array
@@ -59,8 +66,9 @@ def collective(
         try:
             return function(group, *args, **kwargs)
         except Exception as error:
-            group.poison(Call(function.__name__, group.name), error)
-            raise
+            told = group.with_words(function.__name__, error)
+            group.poison(Call(function.__name__, group.name), told)
+            raise told from told.__cause__
 
     return guarded
 
@@ -199,8 +207,9 @@ class GroupCore:
             )
             return self.submit(call, prepared, x, value)
         except Exception as error:
-            self.poison(Call(_operation_name(make), self.name), error)
-            raise
+            told = self.with_words(_operation_name(make), error)
+            self.poison(Call(_operation_name(make), self.name), told)
+            raise told from told.__cause__
 
     def plan(
         self, make: Callable[..., Plan], data: Array, *options: Any, key: object = None
@@ -599,6 +608,18 @@ class GroupCore:
             PeerLostError: If a rank that it takes has left.
         """
         self.progress.wait(self.communicator, request, what=what, peers=peers)
+
+    def with_words(self, name: str, error: Exception) -> Exception:
+        """Return `error`; where memory was lacking, one that says of which call and for what."""
+        if not isinstance(error, MemoryError):
+            return error
+        told = OutOfMemoryError(
+            f"{name} on group {self.name!r}: rank {self.world_rank} has no memory for the result "
+            "or for a contiguous copy of the array, which of a broadcast view is as large as its "
+            f"shape: {error}; move it in parts"
+        )
+        told.__cause__ = error
+        return told
 
     def poison(self, call: Call, error: Exception) -> None:
         """With checks on, make the other ranks raise, too: this one cannot take part in `call`.

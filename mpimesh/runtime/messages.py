@@ -375,7 +375,10 @@ def _parcel(group: GroupCore, data: Array) -> list[Array]:
 
     The data of an array on a device is always a message of its own, which stays on devices.
     """
-    flat = namespace(data).ascontiguousarray(data).reshape(-1).view(np.uint8)
+    try:
+        flat = namespace(data).ascontiguousarray(data).reshape(-1).view(np.uint8)
+    except MemoryError as error:
+        raise group.with_words("a message", error) from error
     enclosed = None if is_cupy(data) else flat
     envelope, inline = seal(enclosed, data.shape, np.dtype(data.dtype), group.name)
     return [envelope] if inline else [envelope, flat]
