@@ -22,6 +22,11 @@ def fails(where):
         print("rank 1 fails at", time.time(), flush=True)
         raise OSError("the cause")
 
+def shown():
+    end_s = time.monotonic() + 20
+    while "the cause" not in open("stderr").read() and time.monotonic() < end_s:
+        time.sleep(0.05)
+
 def late(where):
     if RANK == 2 and steps == 2 and where == WITHIN:
         exec(LATE)
@@ -96,9 +101,9 @@ def test_the_watchdog_ends_the_job(launch, fails, within):
 
 
 ENDS = {
-    "kill": "time.sleep(1.5); os.kill(os.getpid(), signal.SIGKILL)",
-    "exit": "time.sleep(0.7); sys.exit(3)",
-    "raise": "time.sleep(0.7); 1 / 0",
+    "kill": "shown(); os.kill(os.getpid(), signal.SIGKILL)",
+    "exit": "shown(); sys.exit(3)",
+    "raise": "shown(); 1 / 0",
 }
 
 
@@ -113,7 +118,7 @@ def test_another_rank_ends_the_job(launch, fails, within, end):
 @pytest.mark.deep
 def test_it_is_shown_soon_where_another_rank_comes_late(launch):
     """And raised on all ranks when that one has come."""
-    late = "time.sleep(6); print('rank 2 comes at', time.time(), flush=True)"
+    late = "shown(); print('rank 2 comes at', time.time(), flush=True)"
     result, _ = run(launch, "reader", late)
     assert result.stderr.count("has failed, and waits for the other ranks") == 1, str(result)
     assert "mpimesh.errors.StageError: rank 1: OSError: the cause" in result.stderr, str(result)

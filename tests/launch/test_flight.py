@@ -72,9 +72,13 @@ def test_a_call_that_one_rank_does_not_make(launch, tmp_path):
 def test_a_rank_that_is_killed(launch, tmp_path):
     body = """
     if rank == 1:
+        while not all(os.path.exists(f"started-{one}") for one in (0, 2)):
+            time.sleep(0.05)
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
-    group.all_reduce(np.ones(4)).resolve()
+    work = group.all_reduce(np.ones(4))
+    open(f"started-{rank}", "w").close()
+    work.resolve()
     """
     _, text, _ = run(launch, tmp_path, body)
     assert "rank 1: has not started it" in text
