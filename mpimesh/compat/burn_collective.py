@@ -372,10 +372,13 @@ def all_reduce(
     local: Any = config.local_all_reduce_strategy
     between: Any = config.global_all_reduce_strategy
     down: Any = config.local_broadcast_strategy
-    total = peers.node.all_reduce(tensor, partial_op, algorithm=local).resolve()
+    if local == "ring":  # by which nothing is reduced to one rank
+        total = peers.node.all_reduce(tensor, partial_op, algorithm=local).resolve()
+    else:
+        total = peers.node.reduce(tensor, partial_op, algorithm=local).resolve()
     if peers.firsts is not None and peers.node.rank == 0:
         peers.firsts.all_reduce(total, partial_op, out=total, algorithm=between).resolve()
-    total = peers.node.broadcast(total, algorithm=down).resolve()
+    total = peers.node.broadcast(tensor if total is None else total, algorithm=down).resolve()
     return CollectiveTensor(_finished(total, reduction, group.size))
 
 

@@ -68,7 +68,9 @@ def collective(
         except Exception as error:
             told = group.with_words(function.__name__, error)
             group.poison(Call(function.__name__, group.name), told)
-            raise told from told.__cause__
+            if told is error:
+                raise
+            raise told from error
 
     return guarded
 
@@ -209,7 +211,9 @@ class GroupCore:
         except Exception as error:
             told = self.with_words(_operation_name(make), error)
             self.poison(Call(_operation_name(make), self.name), told)
-            raise told from told.__cause__
+            if told is error:
+                raise
+            raise told from error
 
     def plan(
         self, make: Callable[..., Plan], data: Array, *options: Any, key: object = None
@@ -613,13 +617,11 @@ class GroupCore:
         """Return `error`; where memory was lacking, one that says of which call and for what."""
         if not isinstance(error, MemoryError):
             return error
-        told = OutOfMemoryError(
+        return OutOfMemoryError(
             f"{name} on group {self.name!r}: rank {self.world_rank} has no memory for the result "
             "or for a contiguous copy of the array, which of a broadcast view is as large as its "
             f"shape: {error}; move it in parts"
         )
-        told.__cause__ = error
-        return told
 
     def poison(self, call: Call, error: Exception) -> None:
         """With checks on, make the other ranks raise, too: this one cannot take part in `call`.

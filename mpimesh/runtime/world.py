@@ -506,8 +506,9 @@ def run_virtual(
         except BaseException as error:
             if world.failure is None:
                 for other in worlds:
-                    if other.progress.kept is not None:
-                        put_before(error, other.progress.kept.error)
+                    kept = other.progress.kept  # once: that rank goes on
+                    if kept is not None:
+                        put_before(error, kept.error)
             world.fail(rank, error)
         finally:
             world.leave(rank)
