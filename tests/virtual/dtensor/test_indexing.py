@@ -92,7 +92,7 @@ def written(key, value, dtype=int):
     return function
 
 
-@pytest.mark.parametrize("dims", [*deep("a=1", "a=2"), "a=3", "a=2,b=2"])
+@pytest.mark.parametrize("dims", [*deep("a=1", "a=2"), "a=3", *deep("a=2,b=2")])
 def test_set(dims):
     x = numbers(SHAPE)
     two = placements_of(3, dims.count("="))
@@ -128,7 +128,7 @@ def test_any_slices(data):
     agree(f"a={size}", cases)
 
 
-@pytest.mark.parametrize("dims", [*deep("a=1", "a=2"), "a=3", "a=2,b=2"])
+@pytest.mark.parametrize("dims", [*deep("a=1", "a=2"), "a=3", *deep("a=2,b=2")])
 def test_masks(dims):
     x = numbers(SHAPE)
     masks = [x > 0, x[:, :, 0] > 0, x[:, 0, 0] > 0, x > 99]

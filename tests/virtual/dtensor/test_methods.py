@@ -44,7 +44,7 @@ CALLS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("dims", [*deep("a=1", "a=2"), "a=3", "a=2,b=2"])
+@pytest.mark.parametrize("dims", [*deep("a=1", "a=2"), "a=3", *deep("a=2,b=2")])
 def test_methods(dims):
     x = numbers((3, 4))
     cases: list[Any] = [

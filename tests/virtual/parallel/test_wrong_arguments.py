@@ -9,6 +9,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim, parallel
+from tests.helpers.depth import deep_but
 from tests.helpers.parallel_models import on_ranks
 from tests.helpers.wrong_arguments import Case, outcomes, uncovered
 
@@ -298,7 +299,9 @@ def test_local_calls(name):
     assert not found, "\n" + found
 
 
-@pytest.mark.parametrize("name", REPLICAS)
+@pytest.mark.parametrize(
+    "name", deep_but(REPLICAS, "DataParallel", "DataParallel.train_step", "fully_shard")
+)
 def test_calls_of_replicas(name):
     found = on_ranks("dp=2", lambda mesh: check(REPLICAS[name], mesh))
     assert not found[0], "\n" + found[0]
