@@ -28,7 +28,7 @@ from mpimesh.runtime.operands import normal_axis
 from mpimesh.runtime.persistent import PersistentCollective, plan_exchange
 from mpimesh.runtime.traffic import sparse
 
-__all__ = ["Halo", "HaloField", "shift"]
+__all__ = ["Halo", "HaloField", "Reading", "shift"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,8 +91,13 @@ class Reading:
             group._core, "halo", prepare, value=padded, lock=lock, out=padded, **options
         )
 
-    def shift(
-        self, mesh: DeviceMesh, rule: str, source: HostArray | None, target: HostArray | None
+    def once(
+        self,
+        mesh: DeviceMesh,
+        name: str,
+        rule: str,
+        source: HostArray | None,
+        target: HostArray | None,
     ) -> None:
         """Read from one array into another, once. Collective, and waits; arguments as above."""
         group, options = self._options(mesh, rule, source)
@@ -100,7 +105,7 @@ class Reading:
         if self.moves and group.size > 1:
             exchange = group.communicator.exchange_regions
             begin = partial(exchange, source, target, self.regions)
-        group._core.compose("shift", begin, **options).resolve()
+        group._core.compose(name, begin, **options).resolve()
 
     def _options(
         self, mesh: DeviceMesh, rule: str, source: HostArray | None
@@ -422,7 +427,7 @@ def shift(
             _fill_ends(block, filling, x, moved)
     rule = f"shape {shape}, {x.dtype}, {x.layout}, steps {moved}, wrap {wrap}"
     reading = _prepared(mesh.rank, x.layout, shape, moved, wrap)
-    reading.shift(mesh, rule, source, block)
+    reading.once(mesh, "shift", rule, source, block)
     return numbered(DTensor(mesh, x.layout, shape, x.dtype, block), number)
 
 

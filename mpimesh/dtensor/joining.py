@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import index
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -41,7 +41,7 @@ from mpimesh.dtensor.run import (
     whole_key,
 )
 from mpimesh.errors import AxisError, DTypeError, IndexOutOfRangeError, NoRuleError, ShapeError
-from mpimesh.layout import Layout, cheapest
+from mpimesh.layout import Layout, Placement, Shard, cheapest
 from mpimesh.layout.axis_rules import join_rules, unsplit
 from mpimesh.layout.boxes import even_sizes
 from mpimesh.runtime.operands import normal_axis
@@ -339,7 +339,7 @@ def tile(A: Any, reps: Any) -> DTensor:
     times = (1,) * (x.ndim - len(times)) + times
     if any(n < 0 and length for n, length in zip(times, x.shape, strict=True)):
         raise ShapeError(f"np.tile takes counts from 0 on, got {times} for shape {x.shape}")
-    picks = {axis: np.tile(np.arange(x.shape[axis]), n) for axis, n in enumerate(times) if n != 1}
+    picks = {axis: (range(x.shape[axis]),) * n for axis, n in enumerate(times) if n != 1}
     return pick_along(x, picks, name="tile")
 
 
@@ -365,15 +365,58 @@ def pad(array: Any, pad_width: Any, mode: Any = "constant", **kwargs: Any) -> DT
     if negative or any(n < 0 for row in widths for n in row):
         raise ShapeError(f"pad_width must not be negative, got {pad_width!r}")
     if mode == "constant":
+        array = reduced(array)
         values = _pairs_of(kwargs.get("constant_values", 0), array.ndim, "constant_values")
+    if mode in ("constant", "edge") and 0 not in array.shape:
+        found = _grown(array, widths, mode, kwargs if mode == "constant" else {})
+        if found is not None:
+            return found
+    if mode == "constant":
         return _framed(array, widths, values)
-    picks = {}
+    picks: dict[int, Any] = {}
     for axis, row in enumerate(widths):
         if row != (0, 0):
             if array.shape[axis] == 0:
                 raise ShapeError(f"axis {axis} of shape {array.shape} has no element to pad with")
-            picks[axis] = np.pad(np.arange(array.shape[axis]), row, mode=mode)
+            picks[axis] = _around(array.shape[axis], *row, mode)
     return pick_along(array, picks, name="pad")
+
+
+def _around(length: int, before: int, after: int, mode: str) -> Any:
+    """Return which elements stand along a padded axis."""
+    skipped = int(mode == "reflect")
+    if max(before, after) > length - skipped or mode == "edge":
+        return np.pad(np.arange(length), (before, after), mode=cast(Any, mode))
+    low = range(before - 1 + skipped, -1 + skipped, -1)
+    high = range(length - 1 - skipped, length - 1 - skipped - after, -1)
+    if mode == "wrap":
+        low, high = range(length - before, length), range(after)
+    return low, range(length), high
+
+
+def _grown(
+    x: DTensor, widths: list[tuple[Any, Any]], mode: str, options: dict[str, Any]
+) -> DTensor | None:
+    """Pad the first and the last block; None if several dims split an axis."""
+    tiling, specs = x.layout.tiling(x.shape), list(x.placement)
+    for axis, (row, dims) in enumerate(zip(widths, tiling.axis_dims, strict=True)):
+        if row == (0, 0) or not dims:
+            continue
+        if len(dims) > 1:
+            return None
+        sizes = np.diff(tiling.bounds[axis])
+        np.add.at(sizes, np.flatnonzero(sizes)[[0, -1]], row)  # it may be one block
+        specs[dims[0]] = Shard.of_sizes(axis, sizes.tolist())
+    shape = tuple(n + a + b for n, (a, b) in zip(x.shape, widths, strict=True))
+    block = None
+    if x.is_member:
+        edges = zip(widths, x.layout.box(x.shape, x.mesh.rank), x.shape, strict=True)
+        here = [
+            (a if start == 0 < stop else 0, b if start < stop == n else 0)
+            for (a, b), (start, stop), n in edges
+        ]
+        block = np.pad(x.local, here, cast(Any, mode), **options)
+    return DTensor(x.mesh, Layout(x.mesh, Placement(specs)), shape, x.dtype, block)
 
 
 def _framed(array: DTensor, widths: list[tuple[Any, Any]], values: Any) -> DTensor:
@@ -387,7 +430,7 @@ def _framed(array: DTensor, widths: list[tuple[Any, Any]], values: Any) -> DTens
             for axis, row in enumerate(widths)
             if row != (0, 0)
         }
-        x = pick_along(reduced(array), picks, name="pad")
+        x = pick_along(array, picks, name="pad")
     if x.is_member:
         for axis, ((before, after), (first, last)) in enumerate(zip(widths, values, strict=True)):
             block = np.moveaxis(x.local, axis, 0)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import chain, pairwise
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray
 from mpimesh.comm import Steps
+from mpimesh.comm.regions import copy_own
 from mpimesh.dtensor.dtensor import DTensor
+from mpimesh.dtensor.halo_exchange import Reading
 from mpimesh.layout import (
     Give,
     Layout,
@@ -23,7 +26,19 @@ from mpimesh.layout import (
     Take,
     Tiling,
 )
-from mpimesh.layout.axis_rules import counts_between, met, picked_placement
+from mpimesh.layout.axis_rules import (
+    as_indices,
+    as_picks,
+    has_unit_runs,
+    interval_numbers,
+    met,
+    pick_count,
+    picked_placement,
+    stays,
+    unit_runs,
+)
+from mpimesh.layout.boxes import extent, volume, whole
+from mpimesh.layout.reads import picked_reads
 from mpimesh.layout.tiling import places_of
 from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.traffic import sparse, uniform
@@ -92,15 +107,28 @@ def exchange_pieces(
         received += rank, size * dtype.itemsize, 1
         into += size
     regions = Regions(tuple(takes), tuple(gives))
+    _exchange(mesh, name, packed, target, regions, packed.nbytes, received)
+    return found
+
+
+def _exchange(
+    mesh: DeviceMesh,
+    name: str,
+    packed: HostArray,
+    target: HostArray,
+    regions: Regions,
+    nbytes: int,
+    received: list[int],
+) -> None:
+    """Exchange regions, and count what is sent, and what is received of whom."""
     group = mesh.group()
     group._core.compose(
         name,
         partial(group.communicator.exchange_regions, packed, target, regions),
-        rule=f"{name} of {dtype}",
-        nbytes=packed.nbytes,
+        rule=f"{name} of {target.dtype}",
+        nbytes=nbytes,
         receives=(sparse, tuple(received)) if received else None,
     ).resolve()
-    return found
 
 
 def exchange_counts(mesh: DeviceMesh, name: str, row: Integers) -> Integers:
@@ -155,33 +183,89 @@ def pick(
         name: What is called, for messages.
 
     Cost:
-        One exchange, in which each rank gets what it lacks.
+        An exchange, in which each rank gets what it lacks; one more for each axis with an array of
+        indices, or with a step, that moves.
     """
-    picks = tuple(picks)
-    source = x.layout.tiling(x.shape)
+    every: tuple[Any, ...] = tuple(map(as_picks, picks))
     if placement is None:
-        placement = picked_placement(x.layout.mesh, x.placement, x.shape, picks)
-    shape = tuple(len(one) for one in picks)
-    layout = Layout(x.mesh, placement)
+        placement = picked_placement(x.layout.mesh, x.placement, x.shape, every)
+    shape, layout = tuple(map(pick_count, every)), Layout(x.mesh, placement)
     if not x.is_member:
         return DTensor(x.mesh, layout, shape, x.dtype, None)
-    target = layout.tiling(shape)
-    counts = _counts(source, target, picks)
-    me = place_in(x.mesh)
-    pieces = {
-        rank: x.local[_keys(source, target, picks, me, rank)[1]]
-        for rank in np.flatnonzero(counts[me]).tolist()
-        if rank != me
-    }
-    found = exchange_pieces(x.mesh, name, pieces, counts, x.dtype)
-    block = x.mesh.shared_empty(layout.local_shape(shape, x.mesh.rank), x.dtype)
-    if counts[me, me]:
-        into, where, _ = _keys(source, target, picks, me, me)
-        block[into] = x.local[where]
-    for rank, values in found.items():
-        into, _, extent = _keys(source, target, picks, rank, me)
-        block[into] = values.reshape(extent)
+    source, target = x.layout.tiling(x.shape), layout.tiling(shape)
+    rows = zip(every, target.bounds, source.bounds, strict=True)
+    if not all(stays(*row) for row in rows) or any(isinstance(one, tuple) for one in every):
+        looked_up = [axis for axis, one in enumerate(every) if not has_unit_runs(one)]
+        if looked_up:
+            return _looked_up(x, every, placement, looked_up, name)
+        block = _read_rows(x, layout, shape, every, name)
+    else:
+        block = x.mesh.shared_empty(layout.local_shape(shape, x.mesh.rank), x.dtype)
+        boxes = zip(every, target.box(x.mesh.rank), source.box(x.mesh.rank), strict=True)
+        block[...] = x.local[_outer([met(one, *new, *old)[1] for one, new, old in boxes])]
     return DTensor(x.mesh, layout, shape, x.dtype, block)
+
+
+def _read_rows(
+    x: DTensor, layout: Layout, shape: tuple[int, ...], picks: tuple[Any, ...], name: str
+) -> HostArray:
+    """Return this rank's block of picks without gaps, read where they are."""
+    reading = _prepared(x.mesh.rank, x.layout, x.shape, layout, shape, picks)
+    block = x.mesh.shared_empty(layout.local_shape(shape, x.mesh.rank), x.dtype)
+    if reading.moves:
+        here = np.ascontiguousarray(x.local).reshape(x.local.shape)
+        rule = f"shape {x.shape}, {x.dtype}, {x.layout} -> {shape}, {layout}"
+        reading.once(x.mesh, name, rule, here, block)
+    else:
+        copy_own(reading.regions, x.local, block)
+    for axis, (one, box) in enumerate(zip(picks, layout.box(shape, x.mesh.rank), strict=True)):
+        for at, run in unit_runs(one, *box):
+            if run.step < 0:  # it has come forward
+                part = block[(*(slice(None),) * axis, slice(at, at + len(run)))]
+                part[...] = np.flip(part, axis)
+    return block
+
+
+@lru_cache(maxsize=64)
+def _prepared(
+    rank: int,
+    source: Layout,
+    shape: tuple[int, ...],
+    target: Layout,
+    made: tuple[int, ...],
+    picks: tuple[Any, ...],
+) -> Reading:
+    """Return what `rank` has to do; the same object for the same question."""
+    reads = picked_reads(source.tiling(shape), target.tiling(made), picks)
+    return Reading.prepare(rank, reads, lambda other: source.box(shape, other))
+
+
+def _looked_up(
+    x: DTensor, picks: tuple[Any, ...], placement: Placement, axes: list[int], name: str
+) -> DTensor:
+    """Pick along all other axes first, then along one after the other of these, index by index."""
+    rest = tuple(range(n) if a in axes else picks[a] for a, n in enumerate(x.shape))
+    tiling = x.layout.tiling(x.shape)
+    dims = [tiling.axis_dims[axis] for axis in axes]
+    found = x
+    if any(isinstance(one, tuple) or one != range(n) for one, n in zip(rest, x.shape, strict=True)):
+        kept = _with_specs(placement, x.placement, chain.from_iterable(dims))
+        found = pick(x, rest, kept, name=name)
+    for axis, row in zip(axes, dims, strict=True):
+        indices = as_indices(picks[axis])
+        owners = interval_numbers([indices], [tiling.bounds[axis]])
+        found = _gathered(
+            found, axis, [indices], owners, _with_specs(found.placement, placement, row), name
+        )
+    return found
+
+
+def _with_specs(placement: Placement, other: Placement, dims: Iterable[int]) -> Placement:
+    """Return a placement with the specs that another one has for some dims."""
+    specs = list(placement)
+    for dim in dims:
+        specs[dim] = other[dim]
+    return Placement(specs)
 
 
 def regrown(
@@ -216,45 +300,6 @@ def regrown(
     return DTensor(x.mesh, layout, shape, x.dtype, block)
 
 
-def _counts(source: Tiling, target: Tiling, picks: Sequence[Picks]) -> Integers:
-    """Return how many elements each rank (row) has for each (column)."""
-    mesh = source.mesh
-    coords = places_of(mesh).coords
-    counts = np.ones((mesh.size, mesh.size), np.int64)
-    rows = zip(
-        source.leaves_of(coords),
-        target.leaves_of(coords),
-        source.bounds,
-        target.bounds,
-        picks,
-        strict=True,
-    )
-    for mine, theirs, old, new, one in rows:
-        counts *= counts_between(one, new, old)[theirs[None, :], mine[:, None]]
-    for dim in source.free_dims:  # of copies and of summands, a rank takes that at its coordinate
-        counts *= coords[:, dim][:, None] == coords[:, dim][None, :]
-    return counts
-
-
-def _keys(
-    source: Tiling, target: Tiling, picks: Sequence[Picks], giver: int, taker: int
-) -> tuple[Any, Any, list[int]]:
-    """Return where elements go in the block of `taker`, and where they are in that of `giver`.
-
-    Shapes:
-        result: two keys for NumPy, and the extent of what they select.
-    """
-    ranks = places_of(source.mesh).ranks
-    into, where, extent = [], [], []
-    boxes = zip(target.box(int(ranks[taker])), source.box(int(ranks[giver])), picks, strict=True)
-    for (start, stop), (low, high), one in boxes:
-        new, old, count = met(one, start, stop, low, high)
-        into.append(new)
-        where.append(old)
-        extent.append(count)
-    return _outer(into), _outer(where), extent
-
-
 def _outer(keys: list[slice | HostArray]) -> tuple[Any, ...]:
     """Return one key for NumPy out of one for each axis."""
     arrays = [key for key in keys if not isinstance(key, slice)]
@@ -286,67 +331,90 @@ def pick_pairs(x: DTensor, rows: list[Integers], *, name: str = "pick") -> DTens
         rows: (n,) each.
         result: (n, the lengths of the other axes).
     """
-    count, length = len(rows), len(rows[0])
     source = x.layout.tiling(x.shape)
-    places = places_of(x.layout.mesh)
-    owners = np.zeros(length, np.int64)
-    homes = np.zeros(len(places.ranks), np.int64)
-    leaves = source.leaves_of(places.coords)
-    for row, leaf, bounds in zip(rows, leaves[:count], source.bounds[:count], strict=True):
-        owners = owners * (len(bounds) - 1) + np.searchsorted(bounds, row, "right") - 1
-        homes = homes * (len(bounds) - 1) + leaf
-    shape = (length, *x.shape[count:])
-    placement = _placement(source, x.placement, count, owners, length)
-    layout = Layout(x.mesh, placement)
+    owners = interval_numbers(rows, source.bounds[: len(rows)])
+    placement = _placement(source, x.placement, len(rows), owners, len(rows[0]))
+    return _gathered(x, 0, rows, owners, placement, name)
+
+
+def _gathered(
+    x: DTensor,
+    axis: int,
+    rows: list[Integers],
+    owners: Integers,
+    placement: Placement,
+    name: str,
+) -> DTensor:
+    """Return the elements at `rows`, indices along `axis` and the next axes, which become one.
+
+    A rank packs all that others, and itself, take of it in the order of the result, so that what
+    each takes is one box; a taker puts what has come into order.
+    """
+    mesh, last = x.mesh, axis + len(rows)
+    shape = (*x.shape[:axis], len(rows[0]), *x.shape[last:])
+    layout = Layout(mesh, placement)
     if not x.is_member:
-        return DTensor(x.mesh, layout, shape, x.dtype, None)
-    target = layout.tiling(shape)
-    targets = target.leaves_of(places.coords)
-    same = np.ones((len(homes), len(homes)), np.bool)
-    for leaf in leaves[count:]:
-        same &= leaf[:, None] == leaf[None, :]
-    for dim in source.free_dims:
-        same &= places.coords[:, dim][:, None] == places.coords[:, dim][None, :]
-    me = place_in(x.mesh)
-    kinds = [np.diff(b)[leaf] for b, leaf in zip(target.bounds[1:], targets[1:], strict=True)]
-    extent = np.prod([np.ones(len(homes), np.int64), *kinds], axis=0)
-    sent = _pair_counts(owners, homes, target.bounds[0], targets[0]) * same * extent[:, None]
-    box, mine = source.box(x.mesh.rank), target.box(x.mesh.rank)[0]
+        return DTensor(mesh, layout, shape, x.dtype, None)
+    source, target = x.layout.tiling(x.shape), layout.tiling(shape)
+    places, me = places_of(source.mesh), place_in(mesh)
+    bounds, leaves = target.bounds[axis], target.leaves_of(places.coords)[axis]
+    homes = np.zeros(len(places.ranks), np.int64)
+    for leaf, edges in list(zip(source.leaves_of(places.coords), source.bounds, strict=True))[
+        axis:last
+    ]:
+        homes = homes * (len(edges) - 1) + leaf
+    block = mesh.shared_empty(layout.local_shape(shape, mesh.rank), x.dtype)
+    before: tuple[Any, ...] = (slice(None),) * axis
+    box = source.box(mesh.rank)[axis:last]
+    start, stop = bounds[leaves[me]], bounds[leaves[me] + 1]
 
-    def between(giver: int, taker: int) -> Integers:
-        start, stop = target.box(int(places.ranks[taker]))[0]
-        found: Integers = np.flatnonzero(owners[start:stop] == homes[giver]) + start
-        return found
+    def fill(into: HostArray, where: Any) -> None:
+        key = [row[where] - low for row, (low, _) in zip(rows, box, strict=True)]
+        if len(key) == 1:
+            x.local.take(key[0], axis, into, "clip")  # in bounds: it need not buffer
+        else:
+            into[...] = x.local[(*before, *key)]
 
-    def values(where: Integers) -> HostArray:
-        key = tuple(row[where] - low for row, (low, _) in zip(rows, box[:count], strict=True))
-        found: HostArray = x.local[key]
-        return found
-
-    pieces = {
-        taker: values(between(me, taker))
-        for taker in np.flatnonzero(sent[me]).tolist()
-        if taker != me
-    }
-    block = x.mesh.shared_empty(layout.local_shape(shape, x.mesh.rank), x.dtype)
-    for giver, piece in exchange_pieces(x.mesh, name, pieces, sent, x.dtype).items():
-        block[between(giver, me) - mine[0]] = piece.reshape(-1, *block.shape[1:])
-    if sent[me, me]:
-        where = between(me, me)
-        block[where - mine[0]] = values(where)
-    return DTensor(x.mesh, layout, shape, x.dtype, block)
-
-
-def _pair_counts(
-    owners: Integers, homes: Integers, bounds: Integers, targets: Integers
-) -> Integers:
-    """Return how many of the rows each rank (row) has for each (column)."""
-    counts = np.zeros((len(homes), len(homes)), np.int64)
-    for leaf in np.unique(targets).tolist():
-        part = owners[bounds[leaf] : bounds[leaf + 1]]
-        found = np.bincount(part, minlength=int(homes.max()) + 1)[homes]
-        counts[:, targets == leaf] = found[:, None]
-    return counts
+    pairs = sorted(set(zip(leaves.tolist(), homes.tolist(), strict=True)))
+    if all((owners[bounds[leaf] : bounds[leaf + 1]] == home).all() for leaf, home in pairs):
+        fill(block, slice(start, stop))
+    elif 0 not in shape:
+        dims = [dim for row in source.axis_dims[axis:last] for dim in row]
+        apart = np.delete(places.coords, dims, axis=1)
+        team = np.flatnonzero((apart == apart[me]).all(axis=1)).tolist()
+        low, high = whole(block.shape[:axis]), whole(block.shape[axis + 1 :])
+        volume_of = prod(block.shape[:axis]) * prod(block.shape[axis + 1 :])
+        mine = np.flatnonzero(owners == homes[me])
+        packed = mesh.shared_empty(extent((*low, (0, len(mine)), *high)), x.dtype)
+        fill(packed, mine)
+        cuts = np.searchsorted(mine, bounds).tolist()
+        gives, takes, order, at = [], [], [], 0
+        received: list[int] = []
+        for rank in team:
+            given = cuts[leaves[rank]], cuts[leaves[rank] + 1]
+            if rank != me and given[0] < given[1]:
+                gives.append(Give(rank, (*low, given, *high)))
+            where = np.flatnonzero(owners[start:stop] == homes[rank])
+            count = len(where)
+            if not count:
+                continue
+            first, after = (
+                int(np.count_nonzero(part == homes[rank]))
+                for part in (owners[:start], owners[stop:])
+            )
+            its_shape = extent((*low, (0, first + count + after), *high))
+            part = Part(rank, its_shape, (*low, (first, first + count), *high))
+            takes.append(Take((*low, (at, at + count), *high), (part,)))
+            order.append(where)
+            at += count
+            if rank != me:
+                received += rank, count * volume_of * x.itemsize, 1
+        sent = sum(volume(give.box) for give in gives) * x.itemsize
+        got = mesh.shared_empty(block.shape, x.dtype)
+        _exchange(mesh, name, packed, got, Regions(tuple(takes), tuple(gives)), sent, received)
+        if order:
+            block[(*before, np.concatenate(order))] = got
+    return DTensor(mesh, layout, shape, x.dtype, block)
 
 
 def _placement(

@@ -8,8 +8,9 @@ rank gets the few elements next to its block; where several do, the axis is brou
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from operator import index
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -18,10 +19,10 @@ from mpimesh.dtensor.consistency import raise_together
 from mpimesh.dtensor.dispatch import implements
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.elementwise import refuses_values, tried
-from mpimesh.dtensor.halo_exchange import Halo
+from mpimesh.dtensor.halo_exchange import Reading
 from mpimesh.dtensor.joining import concatenate
 from mpimesh.dtensor.methods import reduced
-from mpimesh.dtensor.picking import pick_along, place_in, true_anywhere
+from mpimesh.dtensor.picking import pick, pick_along, place_in, true_anywhere
 from mpimesh.dtensor.reduce import reduce
 from mpimesh.dtensor.reshape import moveaxis, ravel, row_along
 from mpimesh.dtensor.run import (
@@ -36,9 +37,13 @@ from mpimesh.dtensor.run import (
 from mpimesh.errors import DTypeError, ShapeError
 from mpimesh.layout import Layout, Placement, Shard
 from mpimesh.layout.axis_rules import unsplit
+from mpimesh.layout.reads import near_reads
 from mpimesh.layout.tiling import places_of
 from mpimesh.runtime import MAX_TAG
 from mpimesh.runtime.operands import normal_axis
+
+if TYPE_CHECKING:
+    from mpimesh.layout.axis_rules import Picks
 
 __all__: list[str] = []
 
@@ -276,9 +281,13 @@ def diff(a: DTensor, n: int = 1, axis: int = -1) -> DTensor:
         length, one = x.shape[which], np.zeros(1, x.dtype)
         dtype = minus(one, one).dtype
         first = pick_along(x, {which: range(max(0, length - 1))}, name="diff")
-        later = pick_along(x, {which: range(min(1, length), length)}, name="diff")
-        later = moved_to(later, first.placement)
-        block = minus(later.local, first.local) if x.is_member else None
+        every: list[Picks] = [range(n) for n in x.shape]
+        every[which] = range(min(1, length), length)
+        later = pick(x, every, first.placement, name="diff")
+        block: HostArray | None = None
+        if x.is_member:
+            out = later.local if dtype == x.dtype else None
+            block = minus(later.local, first.local, out=out)
         x = DTensor(x.mesh, first.layout, first.shape, dtype, block)
     return x
 
@@ -299,12 +308,24 @@ def _with_neighbours(
     start, stop = x.layout.box(x.shape, x.mesh.rank)[axis]
     if len(dims) != 1 or not x.size:
         return x, x.local, start
-    length = x.shape[axis]
-    before, after = min(before, length), min(after, length)
-    padded: HostArray = Halo(x, {axis: (before, after)}, "none").exchange(x)
-    low, high = max(0, start - before), min(length, stop + after) if stop > start else 0
-    first = low + before - start
-    return x, padded[(*(slice(None),) * axis, slice(first, max(first, high + before - start)))], low
+    width = min(before, x.shape[axis]), min(after, x.shape[axis])
+    low, high = max(0, start - width[0]), min(x.shape[axis], stop + width[1])
+    wide = x.mesh.shared_empty(
+        _with(x.local.shape, axis, high - low if stop > start else 0), x.dtype
+    )
+    here = np.ascontiguousarray(x.local)
+    rule = f"shape {x.shape}, {x.dtype}, {x.layout}, {width} along axis {axis}"
+    _near(x.mesh.rank, x.layout, x.shape, axis, width).once(x.mesh, "halo", rule, here, wide)
+    return x, wide, low
+
+
+@lru_cache(maxsize=64)
+def _near(
+    rank: int, layout: Layout, shape: tuple[int, ...], axis: int, width: tuple[int, int]
+) -> Reading:
+    widths = [width if one == axis else (0, 0) for one in range(len(shape))]
+    reads = near_reads(layout.tiling(shape), widths)
+    return Reading.prepare(rank, reads, lambda other: layout.box(shape, other))
 
 
 # -- gradients -------------------------------------------------------------------------------

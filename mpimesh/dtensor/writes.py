@@ -209,7 +209,7 @@ def _put_split(x: DTensor, read: Key, value: DTensor) -> None:
     elif part.ndim < ndim:
         part = expand_dims(part, tuple(range(ndim - part.ndim)))
     part = expand_dims(squeeze(part, read.new), read.single) if read.new or read.single else part
-    picks: list[Picks] = list(read.picks)
+    picks = list(read.picks)
     turned: dict[int, Picks] = {}
     for axis, pick in enumerate(read.picks):
         if pick.step < 0:  # forward, and the value turned

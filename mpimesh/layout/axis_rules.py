@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple, TypeAlias
 
@@ -20,19 +20,26 @@ from mpimesh.mesh import Mesh
 
 __all__ = [
     "AxisGroup",
+    "as_indices",
+    "as_picks",
     "axis_groups",
     "counts_between",
     "full_shape",
+    "has_unit_runs",
+    "interval_numbers",
     "is_sorted",
     "join_rules",
     "lines_placement",
     "met",
     "overlaps",
+    "pick_count",
     "picked_placement",
     "renumbered",
     "reshaped_placement",
     "row_dim",
     "rows_placement",
+    "stays",
+    "unit_runs",
     "unsplit",
 ]
 
@@ -205,11 +212,74 @@ def overlaps(lengths: Sequence[int], parts: int) -> list[tuple[int, ...]]:
     return rows
 
 
-Picks: TypeAlias = "range | Integers"
+Picks: TypeAlias = "range | tuple[range, ...] | Integers"
+"""Indices along an axis: evenly spaced ones, several rows of these one behind the other, or any."""
+
+MOST_RUNS = 64
+"""More rows than that are better looked up one index at a time."""
+
+
+def pick_count(picks: Picks) -> int:
+    """Return how many indices there are."""
+    return sum(map(len, picks)) if isinstance(picks, tuple) else len(picks)
+
+
+def as_picks(picks: Picks) -> Picks:
+    """Return rows that are too many as one array of indices."""
+    return as_indices(picks) if isinstance(picks, tuple) and len(picks) > MOST_RUNS else picks
+
+
+def as_indices(picks: Picks) -> Integers:
+    """Return picks as an array of indices."""
+    if isinstance(picks, np.ndarray):
+        return picks
+    rows = picks if isinstance(picks, tuple) else (picks,)
+    return np.concatenate([np.arange(run.start, run.stop, run.step) for run in rows])
+
+
+def unit_runs(
+    picks: range | tuple[range, ...], start: int, stop: int
+) -> Iterator[tuple[int, range]]:
+    """Yield rows of the picks `start` to `stop`, and where they stand behind `start`."""
+    at = 0
+    for run in picks if isinstance(picks, tuple) else (picks,):
+        first = max(start - at, 0)
+        part = run[first : max(stop - at, first)]
+        if part:
+            yield at + first - start, part
+        at += len(run)
+
+
+def has_unit_runs(picks: Picks) -> bool:
+    """Tell whether the indices are rows without gaps, forward or backward."""
+    rows = picks if isinstance(picks, tuple) else (picks,)
+    return all(isinstance(run, range) and (abs(run.step) == 1 or len(run) < 2) for run in rows)
+
+
+def stays(picks: Picks, bounds: Integers, source: Integers) -> bool:
+    """Tell whether each interval of the new axis takes of the same one of the old axis alone.
+
+    Shapes:
+        bounds: (intervals + 1,).
+        source: (intervals + 1,).
+    """
+    if isinstance(picks, range) and picks == range(int(source[-1])):
+        return bounds is source or bool((bounds == source).all())
+    for (start, stop), (low, high) in zip(_pairs(bounds), _pairs(source), strict=True):
+        if start == stop:
+            continue
+        if isinstance(picks, np.ndarray):
+            part = picks[start:stop]
+            ends = [int(part.min()), int(part.max())]
+        else:
+            ends = [end for _, run in unit_runs(picks, start, stop) for end in (run[0], run[-1])]
+        if min(ends) < low or max(ends) >= high:
+            return False
+    return True
 
 
 def met(
-    picks: Picks, start: int, stop: int, low: int, high: int
+    picks: range | Integers, start: int, stop: int, low: int, high: int
 ) -> tuple[slice | Integers, slice | Integers, int]:
     """Return which of the picks `start` to `stop` have an index from `low` to below `high`.
 
@@ -247,6 +317,12 @@ def counts_between(picks: Picks, bounds: Integers, source: Integers) -> Integers
         source: (old intervals + 1,).
         result: (new intervals, old intervals).
     """
+    if isinstance(picks, tuple):
+        ends = [0, *accumulate(map(len, picks))]
+        found = np.zeros((len(bounds) - 1, len(source) - 1), np.int64)
+        for at, run in zip(ends, picks, strict=False):
+            found += counts_between(run, np.clip(bounds - at, 0, len(run)), source)
+        return found
     if isinstance(picks, range):
         rows = [
             [met(picks, a, b, low, high)[2] for low, high in _pairs(source)]
@@ -259,15 +335,34 @@ def counts_between(picks: Picks, bounds: Integers, source: Integers) -> Integers
         part = picks[start:stop]
         if is_sorted(part):
             row[:] = np.diff(np.searchsorted(part, source))
-        elif parts <= _FEW:
-            before = [np.count_nonzero(part < edge) for edge in source[1:-1].tolist()]
-            row[:] = np.diff([0, *before, len(part)])
         else:
-            owners = np.searchsorted(source, part, "right") - 1
-            row[:] = np.bincount(owners, minlength=parts)
+            row[:] = np.bincount(interval_numbers([part], [source]), minlength=parts)
     return counts
 
 
+def interval_numbers(rows: Sequence[Integers], bounds: Sequence[Integers]) -> Integers:
+    """Return in which tile, in row-major order, the element at an index of each axis is.
+
+    Shapes:
+        rows: (n,) for each axis.
+        bounds: (intervals + 1,) for each axis.
+        result: (n,), of small integers if these are enough.
+    """
+    tiles = prod(len(edges) - 1 for edges in bounds)
+    found: Integers = np.zeros(len(rows[0]), np.uint8 if tiles <= _FEW_TILES else np.int64)
+    for row, edges in zip(rows, bounds, strict=True):
+        if len(edges) == 2:
+            continue
+        found *= found.dtype.type(len(edges) - 1)
+        if len(edges) - 1 <= _FEW:
+            for edge in edges[1:-1].tolist():
+                found += row >= edge
+        else:
+            found += (np.searchsorted(edges, row, "right") - 1).astype(found.dtype)
+    return found
+
+
+_FEW_TILES = 255
 _FEW = 16
 """Of so many intervals, comparing all indices with each edge is quicker than looking each up."""
 
@@ -299,10 +394,10 @@ def picked_placement(
             continue
         bounds = tiling.bounds[axis]
         if len(dims) == 1 and _in_order(pick, bounds):
-            every = np.array([0, len(pick)], np.int64)
+            every = np.array([0, pick_count(pick)], np.int64)
             sizes = counts_between(pick, every, bounds)[0].tolist()
             specs[dims[0]] = Shard.of_sizes(axis, sizes)
-        elif len(pick) != length:
+        elif pick_count(pick) != length:
             for dim in dims:
                 specs[dim] = Shard(axis)
     return Placement(specs)
@@ -311,6 +406,9 @@ def picked_placement(
 def _in_order(picks: Picks, bounds: Integers) -> bool:
     if isinstance(picks, range):
         return picks.step > 0 or len(picks) < 2
+    if isinstance(picks, tuple):
+        ends = [end for run in picks if run for end in (run[0], run[-1])]
+        return is_sorted(np.searchsorted(bounds, ends, "right"))
     if len(bounds) == 2 or is_sorted(picks):
         return True
     head = np.searchsorted(bounds, picks[:64], "right")

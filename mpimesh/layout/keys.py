@@ -173,10 +173,8 @@ def checked_indices(indices: Any, length: int, axis: int) -> Integers:
         raise IndexOutOfRangeError(
             f"index {wrong} is out of bounds for axis {axis}, which has {length} elements"
         )
-    rows: Integers = array.astype(np.int64)
-    if low < 0:
-        rows[rows < 0] += length
-    return rows
+    rows: Integers = array.astype(np.int64, copy=False)
+    return np.where(rows < 0, rows + length, rows) if low < 0 else rows
 
 
 def _is_mask(part: Any) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpimesh.errors import LayoutError
+from mpimesh.layout.axis_rules import unit_runs
 from mpimesh.layout.boxes import Box, Regions, extent, local_regions, volume
 from mpimesh.layout.layout import Layout
 from mpimesh.layout.tiling import Integers, Tiling, places_of
@@ -31,6 +32,8 @@ __all__ = [
     "Run",
     "cut_runs",
     "most_runs",
+    "near_reads",
+    "picked_reads",
     "plan_halo",
     "shift_reads",
     "source_of",
@@ -229,6 +232,47 @@ def _shifted_runs(bounds: Integers, step: int, wrap: bool, leaf: int) -> tuple[R
         return cut_runs(bounds, wrapped_runs(first, last, length))
     inside = max(first, 0), min(last, length)
     return cut_runs(bounds, [(inside[0] - first, inside[1] - inside[0], inside[0])])
+
+
+# -- picked elements, and those near a block ------------------------------------------------
+
+
+def picked_reads(source: Tiling, target: Tiling, picks: Sequence[Any]) -> Reads:
+    """Plan who reads what of an array of which picks are taken along each axis.
+
+    Args:
+        source: The blocks of the array.
+        target: Those of the result; the same dims split each axis.
+        picks: For each axis rows of indices without gaps; those of one that goes backward come
+            forward.
+    """
+    runs_of = tuple(
+        _cached(partial(_picked_runs, old, new, one))
+        for old, new, one in zip(source.bounds, target.bounds, picks, strict=True)
+    )
+    return Reads(source, runs_of)
+
+
+def _picked_runs(old: Integers, new: Integers, picks: Any, leaf: int) -> tuple[Run, ...]:
+    rows = unit_runs(picks, int(new[leaf]), int(new[leaf + 1]))
+    return cut_runs(old, [(at, len(run), min(run[0], run[-1])) for at, run in rows])
+
+
+def near_reads(tiling: Tiling, widths: Sequence[tuple[int, int]]) -> Reads:
+    """Plan that each block that has elements reads itself and those before and after it."""
+    runs_of = tuple(
+        _cached(partial(_near_runs, bounds, width))
+        for bounds, width in zip(tiling.bounds, widths, strict=True)
+    )
+    return Reads(tiling, runs_of)
+
+
+def _near_runs(bounds: Integers, width: tuple[int, int], leaf: int) -> tuple[Run, ...]:
+    start, stop, length = int(bounds[leaf]), int(bounds[leaf + 1]), int(bounds[-1])
+    if start == stop:
+        return ()
+    start, stop = max(0, start - width[0]), min(length, stop + width[1])
+    return cut_runs(bounds, [(0, stop - start, start)])
 
 
 BOUNDARIES = ("periodic", "edge", "reflect", "symmetric", "none")

@@ -10,18 +10,25 @@ from mpimesh.errors import IndexOutOfRangeError, NoRuleError, ShapeError
 from mpimesh.layout import Layout, Operand, Placement
 from mpimesh.layout.axis_rules import (
     AxisGroup,
+    as_indices,
+    as_picks,
     axis_groups,
     counts_between,
     full_shape,
+    has_unit_runs,
+    interval_numbers,
     join_rules,
     lines_placement,
     met,
     overlaps,
+    pick_count,
     picked_placement,
     renumbered,
     reshaped_placement,
     row_dim,
     rows_placement,
+    stays,
+    unit_runs,
     unsplit,
 )
 from mpimesh.layout.keys import read_key
@@ -54,6 +61,60 @@ def test_picks_are_counted(picks, new, old):
         for column in range(old):
             part = picks[bounds[row] : bounds[row + 1]]
             assert found[row, column] == sum(source[column] <= i < source[column + 1] for i in part)
+
+
+def _edges(data, length, parts):
+    """Draw where intervals of an axis begin and end; some have nothing."""
+    inner = data.draw(st.lists(st.integers(0, length), min_size=parts - 1, max_size=parts - 1))
+    return np.array([0, *sorted(inner), length], np.int64)
+
+
+@given(st.data())
+def test_rows_of_indices_do_as_one_array_of_them_does(data):
+    length = data.draw(st.integers(1, 9))
+    slices = data.draw(st.lists(st.slices(length), max_size=4))
+    rows = tuple(range(length)[one] for one in slices)
+    array = as_indices(rows) if rows else np.zeros(0, np.int64)
+    assert array.tolist() == [i for row in rows for i in row]
+    assert pick_count(rows) == len(array)
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(array))] * 2)))
+    found = [(at + n, i) for at, row in unit_runs(rows, start, stop) for n, i in enumerate(row)]
+    assert found == list(enumerate(array[start:stop].tolist()))
+    parts = data.draw(st.integers(1, 4))
+    new, old = _edges(data, len(array), parts), _edges(data, length, parts)
+    assert np.array_equal(counts_between(rows, new, old), counts_between(array, new, old))
+    mesh, placement = Mesh(f"a={parts}"), TEXT("S0")
+    picked = [picked_placement(mesh, placement, (length,), (one,)) for one in (rows, array)]
+    assert picked[0] == picked[1]
+    same = all(old[k] <= i < old[k + 1] for k in range(parts) for i in array[new[k] : new[k + 1]])
+    assert stays(rows, new, old) == stays(array, new, old) == same
+
+
+def test_many_rows_of_indices_become_one_array():
+    rows = (range(3),) * 65
+    assert as_picks(rows[:64]) == rows[:64]
+    assert np.array_equal(as_picks(rows), np.tile(np.arange(3), 65))
+    assert has_unit_runs(range(2, 3, 5))
+    assert not has_unit_runs(range(0, 4, 2))
+
+
+@given(st.data())
+def test_tiles_of_indices_are_numbered(data):
+    """Of few tiles and of many, more than small integers can count, too."""
+    shape = data.draw(st.tuples(*[st.integers(1, 40)] * data.draw(st.integers(1, 2))))
+    bounds = [_edges(data, n, data.draw(st.sampled_from([1, 2, 5, 16, 17, 40]))) for n in shape]
+    count = data.draw(st.integers(0, 9))
+    rows = [
+        np.array(
+            data.draw(st.lists(st.integers(0, n - 1), min_size=count, max_size=count)), np.int64
+        )
+        for n in shape
+    ]
+    found = interval_numbers(rows, bounds).tolist()
+    for number, *index in zip(found, *rows, strict=True):
+        places = np.unravel_index(number, [len(edges) - 1 for edges in bounds])
+        for i, edges, place in zip(index, bounds, places, strict=True):
+            assert edges[place] <= i < edges[place + 1]
 
 
 @pytest.mark.parametrize(
