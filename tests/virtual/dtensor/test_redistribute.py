@@ -470,10 +470,11 @@ def test_a_refused_operand_leaves_nothing_under_way():
     def main(mesh):
         x = mm.distribute(np.ones((7, 5)), mesh, "S0")
         refused: Any = mm.DTensor.from_local(np.ones((7, 5), "c16"), mesh, "P(max)", shape=(7, 5))
+        target: Any = mm.zeros((7, 5), mesh, "S1", dtype="c16")
         for call in (
             lambda: np.where(x.redistribute("S1") > 0, x, refused),
-            lambda: np.add(x, refused, out=mm.zeros((7, 5), mesh, "S1", dtype="c16")),
-            lambda: np.copyto(mm.zeros((7, 5), mesh, "S1", dtype="c16"), refused, where=x > 0),
+            lambda: np.add(x, refused, out=target),
+            lambda: np.copyto(target, refused, where=x > 0),
         ):
             with pytest.raises(TypeError, match="no order"):
                 call()
