@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 ROOMS = [
     {"errors", "settings"},
     {"arguments"},
+    {"core"},
     {"trace"},
     {"mesh"},
     {"layout"},

@@ -1,0 +1,682 @@
+/* The window of the ranks that share memory: threads of one process, or processes of one machine.
+ *
+ * Each rank writes what it has started into its lane, in order, and reads the lanes of the others. node_start() never
+ * waits: it queues an operation and posts what finds room. node_wait() moves everything that this rank has started, in
+ * every window, until one operation is over. Nothing here calls Python, allocates, or takes a lock between processes.
+ *
+ * Every place in shared memory has one writer, but for `bell` and `waiters`. What orders the accesses:
+ *   - a word is stored (release) after everything that it speaks of, and read (acquire) before any of it is;
+ *   - an entry, or a slot, is written again only when all ranks have read past the operation that used it (`read`);
+ *   - after a store that others may wait for comes a fence, then a look at `waiters`; who sleeps sets its bit, fences,
+ *     and looks again before it sleeps: one of the two sees the other. Release alone would lose a wake-up.
+ */
+#ifndef MPIMESH_NODE_H
+#define MPIMESH_NODE_H
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#if defined(__x86_64__)
+#define NODE_PAUSE() __builtin_ia32_pause()
+#else
+#define NODE_PAUSE() __asm__ volatile("yield")
+#endif
+
+enum {
+    NODE_ENTRIES = 16,         /* operations of a rank that not all others have read */
+    NODE_INLINE_BYTES = 72,    /* a contribution inside its entry */
+    NODE_SMALL_BYTES = 8192,   /* a contribution copied when it is posted */
+    NODE_SMALLS = 4,
+    NODE_PIECE_BYTES = 1 << 17,
+    NODE_PIECES = 4,
+    NODE_MAX_RANKS = 256,
+    NODE_CHUNK_BYTES = 1 << 15, /* what is read, summed and written while it stays in the cache */
+    NODE_RECORDS = 1 << 12,
+    NODE_NAP_NS = 1000000,
+    NODE_LONGEST_NAP_NS = 20000000,
+};
+
+typedef _Atomic uint64_t node_u64;
+typedef _Atomic uint32_t node_u32;
+
+/* Where in the order of a window somebody stands: an operation's number and a piece of it. */
+#define NODE_AT(number, piece) ((uint64_t)(number) << 20 | (uint64_t)(piece))
+#define NODE_MAX_PIECES (1 << 20)
+
+enum NodeKind {
+    NODE_BARRIER,
+    NODE_ALL_REDUCE,
+    NODE_REDUCE,
+    NODE_REDUCE_SCATTER,
+    NODE_ALL_GATHER,
+    NODE_GATHER,
+    NODE_BROADCAST,
+    NODE_SCATTER,
+    NODE_ALL_TO_ALL,
+    NODE_SHIFT,
+};
+
+/* Where the contribution of a rank lies. */
+enum NodeSource {
+    NODE_NOTHING,
+    NODE_INLINE, /* in the entry */
+    NODE_SMALL,  /* in a small slot */
+    NODE_PIECED, /* comes through the ring of pieces */
+    NODE_SHARED, /* in a segment that all ranks see */
+    NODE_REMOTE, /* in memory of its process, to be read by process_vm_readv */
+};
+
+enum NodeState {
+    NODE_UNDER_WAY = 0,
+    NODE_DONE = 1,
+    NODE_MISMATCH = -1, /* `culprit` has started another operation at this number */
+    NODE_LOST = -2,     /* `culprit` has left, or died */
+};
+
+typedef struct {
+    node_u64 word;   /* number and rolling total of the signatures so far: equal on all ranks, or they differ */
+    uint64_t in;     /* offset in a segment, address, slot, or first piece */
+    uint64_t out;
+    uint32_t in_segment, out_segment;
+    uint32_t digest; /* of this operation alone */
+    uint8_t source;
+    uint8_t pad[19];
+    char data[NODE_INLINE_BYTES];
+} __attribute__((aligned(128))) NodeEntry;
+
+/* What one rank shows the others in one window. */
+typedef struct {
+    NodeEntry entry[NODE_ENTRIES];
+    struct {
+        node_u64 put;    /* up to where its pieces lie in slots */
+        node_u64 summed; /* up to where its part is summed */
+        node_u64 read;   /* up to where it has read and written all that it ever will */
+        node_u64 refused; /* the number at which it has seen a mismatch */
+    } __attribute__((aligned(128))) at;
+    char small[NODE_SMALLS][NODE_SMALL_BYTES] __attribute__((aligned(128)));
+    char piece[NODE_PIECES][NODE_PIECE_BYTES];
+} __attribute__((aligned(4096))) NodeLane;
+
+/* What one rank shows all others of the node, whatever the window. */
+typedef struct {
+    node_u32 bell;  /* any adds */
+    node_u32 left;  /* it has gone; what it has posted stays valid */
+    node_u64 waiters[NODE_MAX_RANKS / 64]; /* who sleeps until it moves: any sets its bit */
+} __attribute__((aligned(128))) NodeDoor;
+
+/* out = the sum (or what else) of `n` elements of all `ranks` arrays, in the order of the ranks. */
+typedef void (*NodeFold)(void *out, const void *const *in, int ranks, long n);
+
+struct NodeWindow;
+typedef struct NodeOp {
+    struct NodeOp *next;
+    const char *in;
+    char *out;
+    uint64_t unit;       /* bytes of one block: a contribution is one of them, or one for each rank */
+    uint64_t in_place, out_place;  /* what an entry says of a SHARED or REMOTE one */
+    uint32_t in_segment, out_segment;
+    NodeFold fold;
+    uint32_t item;       /* bytes of an element */
+    uint32_t digest;
+    uint8_t kind, source;
+    int16_t root;        /* or the steps of a shift */
+    int32_t state, culprit;
+    uint64_t number;
+    /* while it is under way */
+    uint64_t piece_bytes, pieces, put, summed, read, first;
+    uint8_t stage, written;
+    uint32_t record;
+} NodeOp;
+
+typedef struct {
+    uint64_t start_ns, end_ns, number, bytes;
+    uint32_t window, digest;
+    int32_t state;
+    uint8_t kind, pad[3];
+} NodeRecord;
+
+typedef struct NodeEngine {
+    struct NodeWindow *active; /* with something under way */
+    NodeDoor **door;           /* of all ranks of the node */
+    int me, ranks;
+    int spin;                  /* passes before it yields; 0 for threads */
+    long yield_ns;             /* how long it yields before it sleeps */
+    long nap_ns;               /* of the next sleep; they grow */
+    uint64_t records;
+    NodeRecord record[NODE_RECORDS];
+} NodeEngine;
+
+typedef struct NodeWindow {
+    NodeEngine *engine;
+    struct NodeWindow *next;
+    NodeLane **lane;
+    char ***segment;           /* segment[q][s]: where this rank sees segment s of rank q */
+    const int32_t *pid;        /* of each rank, for process_vm_readv */
+    uint16_t *node_rank;       /* of each rank of the window */
+    int rank, size;
+    uint32_t id, total;
+    uint64_t started, seen_read;
+    NodeOp *head, *tail, *unposted;
+    uint64_t small_used[NODE_SMALLS], piece_used[NODE_PIECES]; /* by whom, as NODE_AT one past it */
+    uint64_t smalls, pieces;
+    uint64_t over;             /* the number from which on everything is refused */
+    int32_t over_state, culprit;
+    int lacks[3];              /* ranks without which nothing moved: to post, to put a piece, to go on */
+    int moved, listed;
+    uint64_t gone;             /* NODE_AT(number, rank) of one that has left: looked at once more */
+    uint64_t operations, bytes;
+    char *scratch;             /* NODE_CHUNK_BYTES for each rank, for REMOTE ones */
+} NodeWindow;
+
+/* -- bells ------------------------------------------------------------------------------------ */
+
+static inline void node_wake(NodeDoor *door) {
+    atomic_fetch_add(&door->bell, 1);
+    syscall(SYS_futex, &door->bell, FUTEX_WAKE, 1, 0, 0, 0);
+}
+
+/* After a store that others may wait for. */
+static inline void node_ring(NodeEngine *e) {
+    NodeDoor *mine = e->door[e->me];
+    atomic_thread_fence(memory_order_seq_cst);
+    for (int i = 0; i * 64 < e->ranks; i++) {
+        if (!atomic_load_explicit(&mine->waiters[i], memory_order_relaxed)) continue;
+        for (uint64_t m = atomic_exchange(&mine->waiters[i], 0); m; m &= m - 1)
+            node_wake(e->door[i * 64 + __builtin_ctzll(m)]);
+    }
+}
+
+static inline uint64_t node_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* -- what the ranks have posted ---------------------------------------------------------------- */
+
+static inline NodeEntry *node_entry(NodeWindow *w, int q, uint64_t number) {
+    return &w->lane[q]->entry[number % NODE_ENTRIES];
+}
+
+static int node_refuse(NodeWindow *w, uint64_t number, int state, int q) {
+    if (!w->over || number < w->over) {
+        w->over = number;
+        w->over_state = state;
+        w->culprit = q;
+        atomic_store_explicit(&w->lane[w->rank]->at.refused, number, memory_order_release);
+        w->moved = 1;
+    }
+    return 0;
+}
+
+/* Rank q is missing: note it for the sleep, and look whether it will ever come. */
+static int node_lacks(NodeWindow *w, int what, int q, uint64_t number) {
+    w->lacks[what] = q;
+    uint64_t refused = atomic_load_explicit(&w->lane[q]->at.refused, memory_order_acquire);
+    if (refused && refused <= number) return node_refuse(w, refused, NODE_MISMATCH, q);
+    if (atomic_load_explicit(&w->engine->door[w->node_rank[q]]->left, memory_order_acquire)) {
+        /* It may have posted between the look at its word and the look at its door: look again. */
+        if (w->gone == NODE_AT(number, q + 1)) return node_refuse(w, number, NODE_LOST, q);
+        w->gone = NODE_AT(number, q + 1);
+        w->moved = 1;
+    }
+    return 0;
+}
+
+/* True where rank q has posted the operation of this number, and the same one. */
+static inline int node_posted(NodeWindow *w, int q, uint64_t number) {
+    uint64_t word = atomic_load_explicit(&node_entry(w, q, number)->word, memory_order_acquire);
+    uint64_t own = atomic_load_explicit(&node_entry(w, w->rank, number)->word, memory_order_relaxed);
+    if (word == own) return 1;
+    if (word >> 32 == own >> 32) return node_refuse(w, number, NODE_MISMATCH, q);
+    return node_lacks(w, 2, q, number);
+}
+
+/* True where all ranks have come to `at` of what `counter` (an offset in the lane) counts. */
+static int node_all_at(NodeWindow *w, size_t counter, uint64_t at, int what, uint64_t number) {
+    for (int i = 1; i < w->size; i++) {
+        int q = w->rank + i < w->size ? w->rank + i : w->rank + i - w->size;
+        node_u64 *its = (node_u64 *)((char *)w->lane[q] + counter);
+        if (atomic_load_explicit(its, memory_order_acquire) < at) return node_lacks(w, what, q, number);
+    }
+    return 1;
+}
+
+/* True where every rank has read what was before `at`, so that its place may be written again. */
+static int node_room(NodeWindow *w, uint64_t at, int what, uint64_t number) {
+    if (w->seen_read >= at) return 1;
+    uint64_t least = UINT64_MAX;
+    int last = w->rank;
+    for (int q = 0; q < w->size; q++) {
+        uint64_t v = atomic_load_explicit(&w->lane[q]->at.read, memory_order_acquire);
+        if (v < least) least = v, last = q;
+    }
+    w->seen_read = least;
+    if (least >= at) return 1;
+    /* Its own reading comes with its own work, which waits for others by itself. */
+    return last == w->rank ? 0 : node_lacks(w, what, last, number);
+}
+
+static inline int node_contributes(const NodeOp *o, int q) {
+    return o->kind == NODE_BROADCAST || o->kind == NODE_SCATTER ? q == o->root : o->kind != NODE_BARRIER;
+}
+
+static inline int node_takes(const NodeOp *o, int q) {
+    return o->kind == NODE_REDUCE || o->kind == NODE_GATHER ? q == o->root : 1;
+}
+
+static inline int node_blocks(const NodeWindow *w, int kind) {
+    return kind == NODE_REDUCE_SCATTER || kind == NODE_SCATTER || kind == NODE_ALL_TO_ALL ? w->size : 1;
+}
+
+/* True where rank r waits for the word of rank q. */
+static inline int node_needs(const NodeWindow *w, const NodeOp *o, int q) {
+    if (q == w->rank || !node_takes(o, w->rank)) return 0;
+    if (o->kind == NODE_BARRIER) return 1;
+    if (o->kind == NODE_SHIFT) return q == ((w->rank - o->root) % w->size + w->size) % w->size;
+    return node_contributes(o, q);
+}
+
+/* Put the entries of started operations where there is room, in order. */
+static void node_post(NodeWindow *w) {
+    NodeLane *mine = w->lane[w->rank];
+    int posted = 0;
+    /* What is before a mismatch goes on, and others wait for it. */
+    while (w->unposted && (!w->over || w->unposted->number < w->over)) {
+        NodeOp *o = w->unposted;
+        uint64_t n = o->number, need = n > NODE_ENTRIES ? NODE_AT(n - NODE_ENTRIES + 1, 0) : 0;
+        uint64_t slot = w->smalls % NODE_SMALLS;
+        if (o->source == NODE_SMALL && w->small_used[slot] > need) need = w->small_used[slot];
+        if (!node_room(w, need, 0, n)) break;
+        NodeEntry *e = &mine->entry[n % NODE_ENTRIES];
+        uint64_t bytes = o->unit * (uint64_t)node_blocks(w, o->kind);
+        e->source = o->source;
+        e->digest = o->digest;
+        if (o->source == NODE_INLINE) {
+            memcpy(e->data, o->in, bytes);
+        } else if (o->source == NODE_SMALL) {
+            memcpy(mine->small[slot], o->in, bytes);
+            e->in = slot;
+            w->small_used[slot] = NODE_AT(n + 1, 0);
+            w->smalls++;
+        } else if (o->source == NODE_PIECED) {
+            e->in = o->first;
+        } else if (o->source != NODE_NOTHING) {
+            e->in = o->in_place, e->in_segment = o->in_segment;
+            e->out = o->out_place, e->out_segment = o->out_segment;
+        }
+        w->total = (w->total ^ o->digest) * 0x9E3779B1u + (w->total >> 15);
+        atomic_store_explicit(&e->word, (n & 0xFFFFFFFFu) << 32 | w->total, memory_order_release);
+        w->unposted = o->next;
+        posted = 1;
+    }
+    w->moved |= posted;
+}
+
+/* -- reading and writing ------------------------------------------------------------------------ */
+
+/* Where bytes [lo, hi) of block `block` of rank q's contribution can be read; `result` asks for what q has summed. */
+static const char *node_read(NodeWindow *w, NodeOp *o, int q, int block, uint64_t lo, uint64_t hi, int result) {
+    NodeEntry *e = node_entry(w, q, o->number);
+    uint64_t at = (uint64_t)block * o->unit + lo;
+    /* A small one of its own is read where it was copied to: the user may have written x since. */
+    if (q == w->rank && !result && e->source >= NODE_PIECED) return o->in + at;
+    switch (e->source) {
+    case NODE_INLINE:
+        return e->data + at;
+    case NODE_SMALL:
+        return w->lane[q]->small[e->in] + at;
+    case NODE_PIECED: {
+        uint64_t k = lo / o->piece_bytes, begin = k * o->piece_bytes;
+        uint64_t end = begin + o->piece_bytes < o->unit ? begin + o->piece_bytes : o->unit;
+        return w->lane[q]->piece[(e->in + k) % NODE_PIECES] + (uint64_t)block * (end - begin) + (lo - begin);
+    }
+    case NODE_SHARED:
+        return w->segment[q][result ? e->out_segment : e->in_segment] + (result ? e->out : e->in) + at;
+    default: { /* NODE_REMOTE; the caller asks for a chunk at most */
+        char *here = w->scratch + (size_t)q * NODE_CHUNK_BYTES;
+        struct iovec to = {here, hi - lo}, from = {(void *)(uintptr_t)((result ? e->out : e->in) + at), hi - lo};
+        if (process_vm_readv(w->pid[q], &to, 1, &from, 1, 0) != (ssize_t)(hi - lo)) {
+            node_refuse(w, o->number, NODE_LOST, q);
+            return 0;
+        }
+        return here;
+    }
+    }
+}
+
+/* Where this rank's own part of a sum is left for the others. */
+static char *node_result(NodeWindow *w, NodeOp *o, uint64_t lo) {
+    if (o->source == NODE_SHARED || o->source == NODE_REMOTE) return o->out + lo;
+    NodeEntry *e = node_entry(w, w->rank, o->number);
+    if (o->source == NODE_SMALL) return w->lane[w->rank]->small[e->in] + lo;
+    if (o->source == NODE_INLINE) return e->data + lo;
+    uint64_t k = lo / o->piece_bytes;
+    return w->lane[w->rank]->piece[(e->in + k) % NODE_PIECES] + (lo - k * o->piece_bytes);
+}
+
+static int node_copy(NodeWindow *w, NodeOp *o, char *out, int q, int block, uint64_t lo, uint64_t hi, int result) {
+    NodeEntry *e = node_entry(w, q, o->number);
+    if (e->source == NODE_REMOTE && q != w->rank) { /* straight to where it belongs */
+        struct iovec to = {out, hi - lo};
+        struct iovec from = {(void *)(uintptr_t)((result ? e->out : e->in) + (uint64_t)block * o->unit + lo), hi - lo};
+        while (to.iov_len) {
+            ssize_t got = process_vm_readv(w->pid[q], &to, 1, &from, 1, 0);
+            if (got <= 0) return node_refuse(w, o->number, NODE_LOST, q);
+            to.iov_base = (char *)to.iov_base + got, from.iov_base = (char *)from.iov_base + got;
+            to.iov_len -= (size_t)got, from.iov_len -= (size_t)got;
+        }
+        return 1;
+    }
+    const char *from = node_read(w, o, q, block, lo, hi, result);
+    if (from != out) memmove(out, from, hi - lo);
+    return 1;
+}
+
+/* Sum bytes [lo, hi) of block `block` of all ranks into `out`, and into each of `targets` if there are any. */
+static int node_sum(NodeWindow *w, NodeOp *o, int block, uint64_t lo, uint64_t hi, char *out, char *const *targets) {
+    const void *in[NODE_MAX_RANKS];
+    for (uint64_t c = lo; c < hi; c += NODE_CHUNK_BYTES) {
+        uint64_t z = c + NODE_CHUNK_BYTES < hi ? c + NODE_CHUNK_BYTES : hi;
+        for (int q = 0; q < w->size; q++)
+            if (!(in[q] = node_read(w, o, q, block, c, z, 0))) return 0;
+        o->fold(out + (c - lo), in, w->size, (long)((z - c) / o->item));
+        for (int q = 0; targets && q < w->size; q++)
+            if (targets[q] != out) memcpy(targets[q] + (c - lo), out + (c - lo), z - c);
+    }
+    return 1;
+}
+
+/* The part of [lo, hi) that rank q sums. */
+static inline uint64_t node_part(const NodeWindow *w, const NodeOp *o, uint64_t lo, uint64_t hi, int q) {
+    uint64_t items = (hi - lo) / o->item;
+    return lo + items * (uint64_t)q / (uint64_t)w->size * o->item;
+}
+
+/* Take [lo, hi) of each block: all that is not a large all-reduce. */
+static int node_take(NodeWindow *w, NodeOp *o, uint64_t lo, uint64_t hi) {
+    switch (o->kind) {
+    case NODE_ALL_REDUCE:
+    case NODE_REDUCE:
+        return node_sum(w, o, 0, lo, hi, o->out + lo, 0);
+    case NODE_REDUCE_SCATTER:
+        return node_sum(w, o, w->rank, lo, hi, o->out + lo, 0);
+    case NODE_BROADCAST:
+        return node_copy(w, o, o->out + lo, o->root, 0, lo, hi, 0);
+    case NODE_SCATTER:
+        return node_copy(w, o, o->out + lo, o->root, w->rank, lo, hi, 0);
+    case NODE_SHIFT:
+        return node_copy(w, o, o->out + lo, ((w->rank - o->root) % w->size + w->size) % w->size, 0, lo, hi, 0);
+    case NODE_BARRIER:
+        return 1;
+    default: /* NODE_ALL_GATHER, NODE_GATHER, NODE_ALL_TO_ALL */
+        for (int i = 0; i < w->size; i++) { /* from different ranks at a time */
+            int q = w->rank + i < w->size ? w->rank + i : w->rank + i - w->size;
+            int block = o->kind == NODE_ALL_TO_ALL ? w->rank : 0;
+            if (!node_copy(w, o, o->out + (uint64_t)q * o->unit + lo, q, block, lo, hi, 0)) return 0;
+        }
+        return 1;
+    }
+}
+
+/* -- one operation ------------------------------------------------------------------------------ */
+
+enum { NODE_STAGE_NEW, NODE_STAGE_MOVE, NODE_STAGE_AFTER };
+
+static void node_divide(NodeWindow *w, NodeOp *o, int pieced) {
+    uint64_t bytes = o->unit ? o->unit : 1;
+    if (pieced) {
+        bytes = NODE_PIECE_BYTES / (uint64_t)node_blocks(w, o->kind);
+        bytes -= bytes % ((uint64_t)o->item * 64 <= bytes ? (uint64_t)o->item * 64 : o->item);
+    }
+    o->piece_bytes = bytes;
+    o->pieces = (o->unit + bytes - 1) / bytes;
+}
+
+/* What is known when the words are there: through how many pieces it goes, and who sums what. */
+static void node_decide(NodeWindow *w, NodeOp *o) {
+    int pieced = o->source == NODE_PIECED, direct = 0, shared = 1;
+    for (int q = 0; q < w->size; q++) {
+        if (q != w->rank && !node_needs(w, o, q)) continue;
+        int source = q == w->rank ? o->source : node_entry(w, q, o->number)->source;
+        pieced |= source == NODE_PIECED;
+        direct |= source == NODE_SHARED || source == NODE_REMOTE;
+        shared &= source == NODE_SHARED;
+    }
+    node_divide(w, o, pieced);
+    o->written = 0;
+    if (o->kind == NODE_ALL_REDUCE) o->written = shared ? 2 : pieced || direct; /* else each sums all */
+}
+
+static int node_pieces_there(NodeWindow *w, NodeOp *o, uint64_t k) {
+    for (int q = 0; q < w->size; q++) {
+        if (q == w->rank || !node_needs(w, o, q)) continue;
+        if (node_entry(w, q, o->number)->source != NODE_PIECED) continue;
+        if (atomic_load_explicit(&w->lane[q]->at.put, memory_order_acquire) < NODE_AT(o->number, k + 1))
+            return node_lacks(w, 2, q, o->number);
+    }
+    return 1;
+}
+
+static void node_put_pieces(NodeWindow *w, NodeOp *o) {
+    NodeLane *mine = w->lane[w->rank];
+    int blocks = node_blocks(w, o->kind);
+    for (; o->put < o->pieces; o->put++) {
+        uint64_t slot = (o->first + o->put) % NODE_PIECES;
+        if (!node_room(w, w->piece_used[slot], 1, o->number)) break;
+        uint64_t lo = o->put * o->piece_bytes, hi = lo + o->piece_bytes < o->unit ? lo + o->piece_bytes : o->unit;
+        for (int b = 0; b < blocks; b++)
+            memcpy(mine->piece[slot] + (uint64_t)b * (hi - lo), o->in + (uint64_t)b * o->unit + lo, hi - lo);
+        w->piece_used[slot] = NODE_AT(o->number, o->put + 1);
+        atomic_store_explicit(&mine->at.put, NODE_AT(o->number, o->put + 1), memory_order_release);
+        w->moved = 1;
+    }
+}
+
+/* Each rank sums its part of a piece, then reads the others' parts. */
+static int node_sum_parts(NodeWindow *w, NodeOp *o) {
+    NodeLane *mine = w->lane[w->rank];
+    int again = 0;
+    /* Its part is left in its own slot, so that must hold its own piece by then. */
+    int slot_is_its = o->source != NODE_PIECED || o->summed < o->put;
+    if (o->summed < o->pieces && slot_is_its && node_pieces_there(w, o, o->summed)) {
+        uint64_t k = o->summed, lo = k * o->piece_bytes;
+        uint64_t hi = lo + o->piece_bytes < o->unit ? lo + o->piece_bytes : o->unit;
+        uint64_t a = node_part(w, o, lo, hi, w->rank), z = node_part(w, o, lo, hi, w->rank + 1);
+        char *targets[NODE_MAX_RANKS], *result = node_result(w, o, a);
+        for (int q = 0; o->written == 2 && q < w->size; q++) {
+            NodeEntry *e = node_entry(w, q, o->number);
+            targets[q] = q == w->rank ? result : w->segment[q][e->out_segment] + e->out + a;
+        }
+        if (!node_sum(w, o, 0, a, z, result, o->written == 2 ? targets : 0)) return 0;
+        if (result != o->out + a) memcpy(o->out + a, result, z - a);
+        atomic_store_explicit(&mine->at.summed, NODE_AT(o->number, ++o->summed), memory_order_release);
+        w->moved = again = 1;
+    }
+    if (o->read < o->summed &&
+        node_all_at(w, offsetof(NodeLane, at.summed), NODE_AT(o->number, o->read + 1), 2, o->number)) {
+        uint64_t lo = o->read * o->piece_bytes, hi = lo + o->piece_bytes < o->unit ? lo + o->piece_bytes : o->unit;
+        for (int i = 1; o->written == 1 && i < w->size; i++) {
+            int q = w->rank + i < w->size ? w->rank + i : w->rank + i - w->size;
+            uint64_t a = node_part(w, o, lo, hi, q), z = node_part(w, o, lo, hi, q + 1);
+            if (!node_copy(w, o, o->out + a, q, 0, a, z, 1)) return 0;
+        }
+        atomic_store_explicit(&mine->at.read, NODE_AT(o->number, ++o->read), memory_order_release);
+        w->moved = again = 1;
+    }
+    return again;
+}
+
+/* Move the first operation of a window; true when it is over. */
+static int node_advance(NodeWindow *w, NodeOp *o) {
+    NodeLane *mine = w->lane[w->rank];
+    int takes = node_takes(o, w->rank);
+    if (o->stage == NODE_STAGE_NEW) {
+        if (w->unposted && w->unposted->number <= o->number) return 0;
+        for (int i = 1; i < w->size; i++) {
+            int q = w->rank + i < w->size ? w->rank + i : w->rank + i - w->size;
+            if (node_needs(w, o, q) && !node_posted(w, q, o->number)) return 0;
+        }
+        node_decide(w, o);
+        o->stage = NODE_STAGE_MOVE;
+        if (!takes) { /* the others' pieces need not wait for this rank to read any */
+            atomic_store_explicit(&mine->at.read, NODE_AT(o->number + 1, 0), memory_order_release);
+            w->moved = 1;
+        }
+    }
+    if (o->stage == NODE_STAGE_MOVE) {
+        if (o->source == NODE_PIECED) {
+            node_put_pieces(w, o);
+            if (!takes && o->put < o->pieces) return 0;
+        }
+        if (takes && o->written) {
+            while (o->read < o->pieces) {
+                if (o->source == NODE_PIECED) node_put_pieces(w, o);
+                if (!node_sum_parts(w, o)) return 0;
+            }
+        } else if (takes) {
+            for (; o->read < o->pieces; o->read++) {
+                if (o->source == NODE_PIECED) node_put_pieces(w, o);
+                uint64_t lo = o->read * o->piece_bytes;
+                if (!node_pieces_there(w, o, o->read)) return 0;
+                if (!node_take(w, o, lo, lo + o->piece_bytes < o->unit ? lo + o->piece_bytes : o->unit)) return 0;
+                if (o->read + 1 < o->pieces) {
+                    atomic_store_explicit(&mine->at.read, NODE_AT(o->number, o->read + 1), memory_order_release);
+                    w->moved = 1;
+                }
+            }
+            if (o->put < o->pieces && o->source == NODE_PIECED) return 0;
+        }
+        o->stage = NODE_STAGE_AFTER;
+        atomic_store_explicit(&mine->at.read, NODE_AT(o->number + 1, 0), memory_order_release);
+        w->moved = 1;
+    }
+    /* Memory of this rank's that others read (or write) in place is its own again when they are through. */
+    if ((o->source == NODE_SHARED || o->source == NODE_REMOTE) && o->written != 2)
+        return node_all_at(w, offsetof(NodeLane, at.read), NODE_AT(o->number + 1, 0), 2, o->number);
+    return 1;
+}
+
+static void node_over(NodeWindow *w, NodeOp *o, int state) {
+    NodeRecord *r = &w->engine->record[o->record % NODE_RECORDS];
+    if (r->number == o->number && r->window == w->id) r->end_ns = node_ns(), r->state = state;
+    o->culprit = w->culprit;
+    w->head = o->next;
+    if (!w->head) w->tail = 0;
+    /* The last store: its owner may free it now. */
+    __atomic_store_n(&o->state, state, __ATOMIC_RELEASE);
+}
+
+static void node_pass_window(NodeWindow *w) {
+    w->lacks[0] = w->lacks[1] = w->lacks[2] = -1;
+    if (w->unposted) node_post(w);
+    while (w->head && (!w->over || w->head->number < w->over) && node_advance(w, w->head)) {
+        w->moved = 1;
+        node_over(w, w->head, NODE_DONE);
+        if (w->unposted) node_post(w);
+    }
+    if (w->over && w->head && w->head->number >= w->over) {
+        while (w->head) node_over(w, w->head, w->over_state), w->moved = 1;
+        w->unposted = 0;
+    }
+}
+
+/* Move everything that this rank has started and that can move; true where something did. */
+static int node_pass(NodeEngine *e) {
+    int moved = 0;
+    for (NodeWindow **p = &e->active; *p;) {
+        NodeWindow *w = *p;
+        w->moved = 0;
+        node_pass_window(w);
+        moved |= w->moved;
+        if (w->head) p = &w->next;
+        else *p = w->next, w->listed = 0;
+    }
+    if (moved) node_ring(e);
+    return moved;
+}
+
+/* -- what callers use ----------------------------------------------------------------------------- */
+
+/* Start an operation: number it, and post it if there is room. Never waits. */
+static void node_start(NodeWindow *w, NodeOp *o) {
+    NodeEngine *e = w->engine;
+    o->next = 0, o->state = NODE_UNDER_WAY, o->stage = NODE_STAGE_NEW;
+    o->put = o->summed = o->read = 0, o->number = ++w->started;
+    uint64_t bytes = node_contributes(o, w->rank) ? o->unit * (uint64_t)node_blocks(w, o->kind) : 0;
+    if (!bytes) o->source = NODE_NOTHING;
+    else if (o->source != NODE_SHARED && o->source != NODE_REMOTE)
+        o->source = bytes <= NODE_INLINE_BYTES ? NODE_INLINE : bytes <= NODE_SMALL_BYTES ? NODE_SMALL : NODE_PIECED;
+    if (o->source == NODE_PIECED) {
+        node_divide(w, o, 1);
+        o->first = w->pieces, w->pieces += o->pieces;
+    }
+    o->record = (uint32_t)e->records++;
+    e->record[o->record % NODE_RECORDS] = (NodeRecord){node_ns(), 0, o->number, bytes, w->id, o->digest, 0, o->kind, {0}};
+    w->operations++, w->bytes += bytes;
+    if (w->tail) w->tail->next = o;
+    else w->head = o;
+    w->tail = o;
+    if (!w->unposted) w->unposted = o;
+    if (!w->listed) w->listed = 1, w->next = e->active, e->active = w;
+    w->moved = 0;
+    node_post(w);
+    if (w->moved) node_ring(e);
+}
+
+static int node_lacking(const NodeEngine *e, uint64_t bits[NODE_MAX_RANKS / 64]) {
+    memset(bits, 0, NODE_MAX_RANKS / 8);
+    for (NodeWindow *w = e->active; w; w = w->next)
+        for (int i = 0; i < 3; i++)
+            if (w->lacks[i] >= 0) bits[w->node_rank[w->lacks[i]] / 64] |= 1ull << w->node_rank[w->lacks[i]] % 64;
+    return 0;
+}
+
+/* Wait for one operation; false after a nap, or a bell: for signals, failures, the watchdog, then call it again. */
+static int node_wait(NodeEngine *e, NodeOp *o) {
+    for (int i = 0; i < e->spin; i++) {
+        node_pass(e);
+        if (o->state) return 1;
+        NODE_PAUSE();
+    }
+    for (uint64_t end = node_ns() + (uint64_t)e->yield_ns;;) {
+        for (int i = 0; i < 8; i++) {
+            if (node_pass(e), o->state) return 1;
+            sched_yield();
+        }
+        if (node_ns() >= end) break;
+    }
+    NodeDoor *mine = e->door[e->me];
+    uint32_t bell = atomic_load(&mine->bell);
+    uint64_t before[NODE_MAX_RANKS / 64], after[NODE_MAX_RANKS / 64];
+    node_lacking(e, before);
+    for (int i = 0; i * 64 < e->ranks; i++)
+        for (uint64_t m = before[i]; m; m &= m - 1)
+            atomic_fetch_or(&e->door[i * 64 + __builtin_ctzll(m)]->waiters[e->me / 64], 1ull << e->me % 64);
+    atomic_thread_fence(memory_order_seq_cst);
+    int moved = node_pass(e); /* the second look */
+    node_lacking(e, after);
+    if (o->state) return 1;
+    if (moved || memcmp(before, after, sizeof before)) return 0;
+    struct timespec nap = {0, e->nap_ns};
+    syscall(SYS_futex, &mine->bell, FUTEX_WAIT, bell, &nap, 0, 0);
+    moved = node_pass(e);
+    e->nap_ns = moved ? NODE_NAP_NS : e->nap_ns * 2 < NODE_LONGEST_NAP_NS ? e->nap_ns * 2 : NODE_LONGEST_NAP_NS;
+    return o->state != 0;
+}
+
+/* This rank leaves: what it has posted stays valid, who needs more learns it. */
+static inline void node_leave(NodeEngine *e) {
+    atomic_store(&e->door[e->me]->left, 1);
+    node_ring(e);
+}
+
+#endif

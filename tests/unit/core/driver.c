@@ -1,0 +1,314 @@
+/* Random programs over the node window, against closed formulas: threads or processes, late, stopped, killed ranks. */
+#define _GNU_SOURCE
+#include "node.h"
+#include "kernels.h"
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+
+enum { WINDOWS = 4, MAX_PENDING = 40, HEAP = 48 << 20, MAX_R = 64 };
+static int ranks, threads, killer, stopper, lates;
+static void *(*work)(void *);
+static NodeDoor *doors;
+static NodeLane *lanes[WINDOWS];
+static char *heaps; /* of SHARED arrays: one for each rank */
+static int members[WINDOWS][MAX_R], sizes[WINDOWS];
+static int32_t pids[MAX_R];
+static volatile int32_t *shared_pids;
+
+static void *shared_memory(size_t bytes) {
+    void *p = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) perror("mmap"), exit(2);
+    return p;
+}
+static uint64_t mix(uint64_t a) {
+    a ^= a >> 30, a *= 0xbf58476d1ce4e5b9u, a ^= a >> 27, a *= 0x94d049bb133111ebu;
+    return a ^ a >> 31;
+}
+static uint64_t rng(uint64_t *s) { return mix(*s += 0x9e3779b97f4a7c15u); }
+
+typedef struct { int rank; uint64_t seed; int programs, length; NodeEngine *e; NodeWindow w[WINDOWS]; } Rank;
+
+static int engine(Rank *r) {
+    NodeEngine *e = r->e = calloc(1, sizeof *e);
+    e->door = malloc(sizeof(void *) * (size_t)ranks);
+    for (int q = 0; q < ranks; q++) e->door[q] = &doors[q];
+    e->me = r->rank, e->ranks = ranks, e->nap_ns = NODE_NAP_NS;
+    long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    e->spin = !threads && ranks <= cores ? 2000 : 0, e->yield_ns = 1000000;
+    if (getenv("SLEEPY")) e->spin = 0, e->yield_ns = 0;
+    for (int i = 0; i < WINDOWS; i++) {
+        NodeWindow *w = &r->w[i];
+        w->engine = e, w->id = (uint32_t)i, w->size = sizes[i], w->rank = -1;
+        w->lane = malloc(sizeof(void *) * (size_t)sizes[i]), w->node_rank = malloc(2 * (size_t)sizes[i]);
+        w->segment = malloc(sizeof(void *) * (size_t)sizes[i]);
+        w->scratch = malloc((size_t)sizes[i] * NODE_CHUNK_BYTES);
+        int32_t *pid = malloc(4 * (size_t)sizes[i]);
+        for (int q = 0; q < sizes[i]; q++) {
+            int m = members[i][q];
+            if (m == r->rank) w->rank = q;
+            w->lane[q] = &lanes[i][q], w->node_rank[q] = (uint16_t)m;
+            char **one = malloc(sizeof(char *));
+            one[0] = heaps + (size_t)m * HEAP, w->segment[q] = one;
+            pid[q] = threads ? getpid() : shared_pids[m];
+        }
+        w->pid = pid;
+    }
+    return 0;
+}
+
+typedef struct { NodeOp op; NodeWindow *w; int window, live, kind, style, root; long n; uint64_t id; char *in, *out; int mine; size_t heap; } Job;
+
+static int64_t value(uint64_t id, int member, long i) { return (int64_t)(mix(id * 1000003u + (uint64_t)member * 7919u + (uint64_t)i) >> 40); }
+
+static int check(Rank *r, Job *j) {
+    NodeWindow *w = j->w;
+    int64_t *out = (int64_t *)j->out;
+    int *m = members[j->window];
+    for (long i = 0; i < j->n; i++) {
+        int64_t want = 0, got = out[i];
+        switch (j->kind) {
+        case NODE_ALL_REDUCE:
+        case NODE_REDUCE:
+            if (j->kind == NODE_REDUCE && w->rank != j->root) return 0;
+            for (int q = 0; q < w->size; q++) want += value(j->id, m[q], i);
+            break;
+        case NODE_REDUCE_SCATTER:
+            for (int q = 0; q < w->size; q++) want += value(j->id, m[q], w->rank * j->n + i);
+            break;
+        case NODE_BROADCAST: want = value(j->id, m[j->root], i); break;
+        case NODE_SCATTER: want = value(j->id, m[j->root], w->rank * j->n + i); break;
+        case NODE_SHIFT: want = value(j->id, m[((w->rank - j->root) % w->size + w->size) % w->size], i); break;
+        case NODE_BARRIER: return 0;
+        case NODE_GATHER:
+            if (w->rank != j->root) return 0; /* fall through */
+        case NODE_ALL_GATHER:
+        case NODE_ALL_TO_ALL:
+            for (int q = 0; q < w->size; q++) {
+                want = value(j->id, m[q], j->kind == NODE_ALL_TO_ALL ? w->rank * j->n + i : i), got = out[(long)q * j->n + i];
+                if (want != got) goto wrong;
+            }
+            continue;
+        }
+        if (want == got) continue;
+    wrong:
+        fprintf(stderr, "rank %d: window %d number %lu kind %d style %d n %ld at %ld: %ld, not %ld\n", r->rank, j->window, (unsigned long)j->op.number, j->kind, j->style, j->n, i, (long)got, (long)want);
+        return 1;
+    }
+    return 0;
+}
+
+static int finish(Rank *r, Job *j) {
+    int calls = 0;
+    while (!node_wait(r->e, &j->op))
+        if (++calls > (killer ? 400 : 300)) {
+            fprintf(stderr, "rank %d: window %d number %lu kind %d style %d stage %d stands still: lacks %d %d %d\n", r->rank, j->window, (unsigned long)j->op.number, j->kind, j->style, j->op.stage, j->w->lacks[0], j->w->lacks[1], j->w->lacks[2]);
+            return 3;
+        }
+    j->live = 0;
+    if (j->op.state != NODE_DONE) { if (!killer) fprintf(stderr, "rank %d: state %d by %d\n", r->rank, j->op.state, j->op.culprit); return 4; }
+    int wrong = check(r, j);
+    if (j->style != 1 || !j->heap) free(j->in != j->out ? j->in : 0), free(j->out);
+    return wrong;
+}
+
+/* Microseconds of an all-reduce in place, the least of 7 blocks: ordinary, shared, read in place; and of 4 pending. */
+static void *bench(void *arg) {
+    Rank *r = arg;
+    engine(r);
+    NodeWindow *w = &r->w[0];
+    char *mine = heaps + (size_t)r->rank * HEAP;
+    double *own = malloc(32 << 20);
+    for (long n = 1; n <= 2 << 20; n *= 8) {
+        double best[4] = {1e9, 1e9, 1e9, 1e9};
+        for (int block = 0; block < 7; block++)
+            for (int way = 0; way < 4; way++) {
+                if (way == 2 && (threads || n < 1024)) continue;
+                if (way == 1 && n < 16) continue;
+                int many = way == 3 ? 4 : 1;
+                if (way == 3 && n * 8 > NODE_SMALL_BYTES) continue;
+                NodeOp o[4];
+                memset(o, 0, sizeof o);
+                for (int k = 0; k < many; k++) {
+                    o[k].source = way == 1 ? NODE_SHARED : way == 2 ? NODE_REMOTE : 0;
+                    o[k].in = o[k].out = way == 1 ? mine : (char *)(own + k * n);
+                    o[k].in_place = o[k].out_place = way == 2 ? (uint64_t)(uintptr_t)own : 0;
+                    o[k].unit = (uint64_t)n * 8, o[k].fold = sum_f64, o[k].item = 8, o[k].digest = 7, o[k].kind = NODE_ALL_REDUCE;
+                }
+                for (long i = 0; i < n; i++) own[i] = ((double *)mine)[i] = 0;
+                long times = n < 4096 ? 3000 : n < 65536 ? 300 : 12;
+                uint64_t begin = 0;
+                for (long i = -times / 10; i < times; i++) {
+                    if (i == 0) begin = node_ns();
+                    uint8_t source = o[0].source;
+                    for (int k = 0; k < many; k++) o[k].source = source, node_start(w, &o[k]);
+                    for (int k = 0; k < many; k++)
+                        while (!node_wait(r->e, &o[k])) {}
+                    o[0].source = source;
+                }
+                double us = (double)(node_ns() - begin) / 1e3 / (double)times / many;
+                if (us < best[way]) best[way] = us;
+            }
+        if (r->rank == 0)
+            printf("%9ld B  ordinary %9.2f  shared %9.2f  in place %9.2f  4 pending, each %9.2f us\n", n * 8, best[0], best[1] < 1e9 ? best[1] : 0, best[2] < 1e9 ? best[2] : 0, best[3] < 1e9 ? best[3] : 0), fflush(stdout);
+    }
+    node_leave(r->e);
+    return 0;
+}
+
+/* The last rank calls something else at number 30, past what can be posted: all that is before is done, the rest refused, on every rank. */
+static void *mismatch(void *arg) {
+    Rank *r = arg;
+    engine(r);
+    int64_t x[40];
+    NodeOp o[40];
+    memset(o, 0, sizeof o);
+    intptr_t wrong = 0;
+    for (int k = 0; k < 40; k++) {
+        x[k] = r->rank;
+        o[k].in = o[k].out = (char *)&x[k], o[k].unit = 8, o[k].fold = sum_i64, o[k].item = 8, o[k].kind = NODE_ALL_REDUCE;
+        o[k].digest = 1 + (k == 29 && r->rank == ranks - 1);
+        node_start(&r->w[0], &o[k]);
+    }
+    for (int k = 39; k >= 0; k--) {
+        while (!node_wait(r->e, &o[k])) {}
+        wrong |= o[k].state != (k < 29 ? NODE_DONE : NODE_MISMATCH) || (k < 29 && x[k] != ranks * (ranks - 1) / 2);
+    }
+    node_leave(r->e);
+    return (void *)wrong;
+}
+
+static const long LENGTHS[] = {0, 1, 1, 1, 2, 9, 10, 100, 1000, 1024, 1025, 3000, 20000, 50000, 200001};
+
+static void *program(void *arg) {
+    Rank *r = arg;
+    engine(r);
+    uint64_t same = r->seed, own = mix(r->seed * 31 + (uint64_t)r->rank + 1);
+    Job *jobs = calloc(MAX_PENDING, sizeof *jobs);
+    int pending = 0, rc = 0;
+    size_t heap = 0;
+    char *mine = heaps + (size_t)r->rank * HEAP;
+    for (uint64_t step = 0; step < (uint64_t)r->programs * 40; step++) {
+        /* alike on all ranks */
+        uint64_t a = rng(&same), b = rng(&same), c = rng(&same), d = rng(&same);
+        int wi = (int)(a % WINDOWS), style = (int)((b >> 8) % 6), kind = (int)(b % 10);
+        long n = LENGTHS[c % (sizeof LENGTHS / sizeof *LENGTHS)];
+        if (d % 4) n = n > 3000 ? n % 3001 : n;
+        NodeWindow *w = &r->w[wi];
+        int inplace = (d >> 8) % 2 && kind == NODE_ALL_REDUCE, flush = (d >> 16) % 9 == 0;
+        if (lates && rng(&own) % 50 == 0) usleep((useconds_t)(rng(&own) % 3000));
+        if (w->rank >= 0) {
+            while (pending == MAX_PENDING || (pending && rng(&own) % 3 == 0)) {
+                int k = (int)(rng(&own) % MAX_PENDING);
+                while (!jobs[k].live) k = (k + 1) % MAX_PENDING;
+                if ((rc = finish(r, &jobs[k]))) goto end;
+                pending--;
+            }
+            Job *j = jobs;
+            while (j->live) j++;
+            memset(j, 0, sizeof *j);
+            int blocks = node_blocks(w, kind), outs = kind == NODE_ALL_GATHER || kind == NODE_GATHER || kind == NODE_ALL_TO_ALL ? w->size : 1;
+            j->w = w, j->window = wi, j->live = 1, j->kind = kind, j->style = style, j->n = kind == NODE_BARRIER ? 0 : n, j->id = step;
+            j->root = kind == NODE_SHIFT ? (int)((d >> 24) % 5) - 2 : (int)((d >> 24) % (uint64_t)w->size);
+            size_t in_bytes = (size_t)(n * blocks) * 8, out_bytes = (size_t)(n * outs) * 8;
+            /* 1: shared on all; 2: remote on all; 3: shared on some; 4: remote on some */
+            int s = style == 1 || (style == 3 && rng(&own) % 2) ? NODE_SHARED : (style == 2 || (style == 4 && rng(&own) % 2)) && !threads ? NODE_REMOTE : 0;
+            if (n * blocks * 8 <= 1024) s = 0; /* the plan's rule: alike on all */
+            if (s == NODE_SHARED && heap + in_bytes + out_bytes + 256 > HEAP) s = NODE_NOTHING;
+            if (s == NODE_SHARED) {
+                j->in = mine + heap, heap += (in_bytes + 127) & ~(size_t)127;
+                j->out = inplace ? j->in : mine + heap, heap += inplace ? 0 : (out_bytes + 127) & ~(size_t)127;
+                j->heap = 1, j->style = 1;
+            } else {
+                j->style = style == 1 ? 0 : style;
+                j->in = malloc(in_bytes + 8), j->out = inplace ? j->in : malloc(out_bytes + 8);
+            }
+            for (long i = 0; i < n * blocks; i++) ((int64_t *)j->in)[i] = value(step, r->rank, i);
+            NodeOp *o = &j->op;
+            o->in = j->in, o->out = j->out, o->unit = (uint64_t)j->n * 8, o->fold = sum_i64, o->item = 8;
+            o->digest = (uint32_t)mix((uint64_t)kind * 100000u + (uint64_t)n), o->kind = (uint8_t)kind, o->root = (int16_t)j->root, o->source = (uint8_t)s;
+            if (s == NODE_SHARED) o->in_place = (uint64_t)(j->in - mine), o->out_place = (uint64_t)(j->out - mine);
+            if (s == NODE_REMOTE) o->in_place = (uint64_t)(uintptr_t)j->in, o->out_place = (uint64_t)(uintptr_t)j->out;
+            node_start(w, o);
+            pending++;
+            /* A small one that is posted has been copied: the caller may write x. */
+            if ((o->source == NODE_INLINE || o->source == NODE_SMALL) && w->unposted != o && (!w->unposted || w->unposted->number > o->number))
+                memset(j->in, 0x55, in_bytes);
+        }
+        if (flush || heap > HEAP - (16 << 20)) {
+            for (int k = 0; k < MAX_PENDING; k++)
+                if (jobs[k].live) { if ((rc = finish(r, &jobs[k]))) goto end; pending--; }
+            /* others may still read what lies in the heap: not, by the promise of resolve() */
+            heap = 0;
+        }
+    }
+    for (int k = 0; k < MAX_PENDING; k++)
+        if (jobs[k].live && (rc = finish(r, &jobs[k]))) goto end;
+end:
+    node_leave(r->e);
+    return (void *)(intptr_t)rc;
+}
+
+int main(int argc, char **argv) {
+    threads = !strcmp(argv[1], "threads");
+    ranks = atoi(argv[2]);
+    uint64_t seed = argc > 3 ? strtoull(argv[3], 0, 10) : 1;
+    int programs = argc > 4 ? atoi(argv[4]) : 100;
+    work = program;
+    for (int i = 5; i < argc; i++) killer |= !strcmp(argv[i], "kill"), stopper |= !strcmp(argv[i], "stop"), lates |= !strcmp(argv[i], "late"),
+        work = !strcmp(argv[i], "bench") ? bench : !strcmp(argv[i], "mismatch") ? mismatch : work;
+    doors = shared_memory(sizeof(NodeDoor) * (size_t)ranks);
+    heaps = shared_memory((size_t)HEAP * (size_t)ranks);
+    shared_pids = shared_memory(4 * MAX_R);
+    for (int i = 0; i < WINDOWS; i++) {
+        lanes[i] = shared_memory(sizeof(NodeLane) * (size_t)ranks);
+        uint64_t s = mix(seed + (uint64_t)i);
+        for (int q = 0; q < ranks; q++)
+            if (i == 0 || (i == 1 && q % 2 == 0) || (i > 1 && (rng(&s) % 2 || (!sizes[i] && q == ranks - 1)))) members[i][sizes[i]++] = q;
+    }
+    static Rank r[MAX_R];
+    for (int q = 0; q < ranks; q++) r[q] = (Rank){.rank = q, .seed = seed, .programs = programs};
+    int bad = 0;
+    if (threads) {
+        pthread_t t[MAX_R];
+        for (int q = 0; q < ranks; q++) pthread_create(&t[q], 0, work, &r[q]);
+        for (int q = 0; q < ranks; q++) { void *rc; pthread_join(t[q], &rc); bad |= rc != 0; }
+    } else {
+        for (int q = 0; q < ranks; q++)
+            if (!(pids[q] = fork())) {
+                prctl(PR_SET_PDEATHSIG, SIGKILL);
+                shared_pids[q] = getpid();
+                for (int p = 0; p < ranks; p++) while (!shared_pids[p]) usleep(100);
+                exit((int)(intptr_t)work(&r[q]));
+            }
+        int victim = (int)(mix(seed) % (uint64_t)ranks), left = ranks, lost = 0;
+        if (killer) { usleep((useconds_t)(mix(seed + 5) % 60000)); kill(pids[victim], SIGKILL); }
+        while (left) {
+            int status;
+            pid_t p = waitpid(-1, &status, stopper ? WNOHANG : 0);
+            if (p > 0) {
+                left--;
+                for (int q = 0; q < ranks; q++) if (pids[q] == p) {
+                    if (killer && q == victim) { /* what a pidfd would tell */
+                        atomic_store(&doors[q].left, 1);
+                        for (int k = 0; k < ranks; k++) node_wake(&doors[k]);
+                    } else if (killer) { lost += WIFEXITED(status) && WEXITSTATUS(status) == 4; bad |= !WIFEXITED(status) || (WEXITSTATUS(status) != 4 && WEXITSTATUS(status) != 0); }
+                    else bad |= status != 0;
+                    pids[q] = 0;
+                }
+            } else {
+                int q = (int)(rng(&seed) % (uint64_t)ranks);
+                if (pids[q]) { kill(pids[q], SIGSTOP); usleep((useconds_t)(rng(&seed) % 8000)); kill(pids[q], SIGCONT); }
+                usleep(1000);
+            }
+        }
+        if (killer) printf("lost on %d ranks ", lost);
+    }
+    printf("%s\n", bad ? "WRONG" : "ok");
+    return bad;
+}
