@@ -551,8 +551,10 @@ def _alike(
     what = name if core is None else Call(name, core.name)
     with agreeing(core, what, doing, reading=reading) as rows:
         yield rows
-    texts = ranks_by_value(enumerate(map(str, rows)))
-    if len(texts) > 1:
+    columns = [list(map(str, column)) for column in zip(*rows, strict=True)]
+    other = [column for column in columns if len({*column}) > 1]
+    if other:
+        texts = ranks_by_value(enumerate(", ".join(row) for row in zip(*other, strict=True)))
         found = "; ".join(f"{rank_names(ranks)}: {shown(text)}" for text, ranks in texts.items())
         raise on_all_ranks(MismatchError(f"{name} is called alike on all ranks, but got {found}"))
 
