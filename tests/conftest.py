@@ -15,6 +15,7 @@ from tests.helpers.parallel_models import STAGE
 pytest_plugins = ["mpimesh.testing.pytest_plugin"]
 
 _MPI = Path(__file__).parent / "mpi"
+_UNIT = Path(__file__).parent / "unit"
 
 # `max_examples` is the share in percent of what a property test asks for: see helpers/depth.py.
 # The machines of a test run are shared: a slow example is no failure.
@@ -56,6 +57,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             # It runs under mpiexec, where the plugin keeps the time.
             item.add_marker(pytest.mark.mpi)
             item.add_marker(pytest.mark.timeout(0))
+        if _UNIT in item.path.parents:
+            # Where no split array agrees with other ranks on them: see pyproject.toml.
+            item.add_marker(pytest.mark.filterwarnings("error:.* encountered in :RuntimeWarning"))
 
 
 def _runs(item: pytest.Item, config: pytest.Config) -> bool:
