@@ -205,16 +205,27 @@ def _write_note(new: Path, names: Iterable[str]) -> BinaryIO:
 def drop(path: Path) -> None:
     """Remove a checkpoint: what its manifest lists, and the folder if that is all. Local.
 
+    It is hidden first, in one step, so that nobody sees half of it, whenever this is killed. One
+    with other things in it stays in sight with them, without a manifest.
+
     Raises:
         StoreError: If it is none.
         OSError: If it cannot be changed.
     """
     draft = Draft(path, new_token(), ())
+    hidden = temporary_beside(path)
     try:
-        (path / MANIFEST).unlink()  # first: nobody is to see half of it
-        sync(path)
+        names = {MANIFEST, *listed_files(path / MANIFEST)}
+        names |= {name.partition("/")[0] for name in names}
+        found = {each.relative_to(path).as_posix() for each in path.rglob("*")}
+        if found <= names:
+            path.rename(hidden)
+        else:
+            (path / MANIFEST).unlink()
+        sync(path.parent)
     finally:
         draft.close()
+        _clear(hidden, path)
         with suppress(OSError):
             path.rmdir()
 
