@@ -346,7 +346,7 @@ _MPI_NAMES = (
     r"psm_shm\.[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
     r"psm[23]_shm\.{uid}([0-9a-f]{16}|\.[0-9a-f:]+\.)\d{1,10}",
 )
-"""How they write the names, with the user's number for uid."""
+"""Patterns of the names that they write, with the user's number for uid."""
 _MPI_MODE = 0o600
 _YOUNG_S = 60.0
 """Younger files may be of a rank that is about to open them."""

@@ -276,10 +276,11 @@ def copying(source: HostArray, target: HostArray) -> Call:
     Doing it again is harmless.
     """
     is_run = source.flags.c_contiguous and target.flags.c_contiguous
-    apart = (target.ctypes.data - source.ctypes.data) % _PAGE_BYTES
-    if is_run and 0 < apart < _OVERTAKEN_BYTES and target.nbytes > _PAGE_BYTES:
-        rows = [array.reshape(-1).view(np.uint8) for array in (source, target)]
-        return partial(np.positive, rows[0], out=rows[1])
+    if is_run and target.nbytes > _PAGE_BYTES:  # the addresses themselves take time
+        apart = (target.ctypes.data - source.ctypes.data) % _PAGE_BYTES
+        if 0 < apart < _OVERTAKEN_BYTES:
+            rows = [array.reshape(-1).view(np.uint8) for array in (source, target)]
+            return partial(np.positive, rows[0], out=rows[1])
     if is_run and 0 < target.nbytes <= _SMALL_BYTES:
         # A third of what NumPy takes, which looks at shapes and dtypes each time.
         into, block = [

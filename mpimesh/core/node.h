@@ -47,9 +47,8 @@ enum {
 typedef _Atomic uint64_t node_u64;
 typedef _Atomic uint32_t node_u32;
 
-/* Where in the order of a window somebody stands: an operation's number and a piece of it. */
+/* A position in the order of a window: an operation's number and a piece of it, of which one has fewer than 2^20. */
 #define NODE_AT(number, piece) ((uint64_t)(number) << 20 | (uint64_t)(piece))
-#define NODE_MAX_PIECES (1 << 20)
 
 enum NodeKind {
     NODE_BARRIER,
@@ -632,12 +631,11 @@ static void node_start(NodeWindow *w, NodeOp *o) {
     if (w->moved) node_ring(e);
 }
 
-static int node_lacking(const NodeEngine *e, uint64_t bits[NODE_MAX_RANKS / 64]) {
+static void node_lacking(const NodeEngine *e, uint64_t bits[NODE_MAX_RANKS / 64]) {
     memset(bits, 0, NODE_MAX_RANKS / 8);
     for (NodeWindow *w = e->active; w; w = w->next)
         for (int i = 0; i < 3; i++)
             if (w->lacks[i] >= 0) bits[w->node_rank[w->lacks[i]] / 64] |= 1ull << w->node_rank[w->lacks[i]] % 64;
-    return 0;
 }
 
 /* Wait for one operation; false after a nap, or a bell: for signals, failures, the watchdog, then call it again. */

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain, pairwise
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -359,9 +358,8 @@ def _gathered(
     places, me = places_of(source.mesh), place_in(mesh)
     bounds, leaves = target.bounds[axis], target.leaves_of(places.coords)[axis]
     homes = np.zeros(len(places.ranks), np.int64)
-    for leaf, edges in list(zip(source.leaves_of(places.coords), source.bounds, strict=True))[
-        axis:last
-    ]:
+    split = [*zip(source.leaves_of(places.coords), source.bounds, strict=True)][axis:last]
+    for leaf, edges in split:
         homes = homes * (len(edges) - 1) + leaf
     block = mesh.shared_empty(layout.local_shape(shape, mesh.rank), x.dtype)
     before: tuple[Any, ...] = (slice(None),) * axis
@@ -383,7 +381,6 @@ def _gathered(
         apart = np.delete(places.coords, dims, axis=1)
         team = np.flatnonzero((apart == apart[me]).all(axis=1)).tolist()
         low, high = whole(block.shape[:axis]), whole(block.shape[axis + 1 :])
-        volume_of = prod(block.shape[:axis]) * prod(block.shape[axis + 1 :])
         mine = np.flatnonzero(owners == homes[me])
         packed = mesh.shared_empty(extent((*low, (0, len(mine)), *high)), x.dtype)
         fill(packed, mine)
@@ -408,7 +405,7 @@ def _gathered(
             order.append(where)
             at += count
             if rank != me:
-                received += rank, count * volume_of * x.itemsize, 1
+                received += rank, count * volume((*low, *high)) * x.itemsize, 1
         sent = sum(volume(give.box) for give in gives) * x.itemsize
         got = mesh.shared_empty(block.shape, x.dtype)
         _exchange(mesh, name, packed, got, Regions(tuple(takes), tuple(gives)), sent, received)

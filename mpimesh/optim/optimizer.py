@@ -229,7 +229,7 @@ class Optimizer(ABC):
         return state
 
     def live_state(self) -> dict[str, Any]:
-        """Return what :meth:`state_dict` does, but the arrays that steps change, not copies."""
+        """Return the :meth:`state_dict` with the arrays themselves, which steps change."""
         slots = [self._slots.get(place) or _Slot({}) for place in range(len(self.params))]
         params = [{"steps": slot.steps, **slot.arrays} for slot in slots]
         numbers = {name: getattr(self, name) for name in self.numbers}

@@ -66,11 +66,7 @@ def collective(
         try:
             return function(group, *args, **kwargs)
         except Exception as error:
-            told = group.with_words(function.__name__, error)
-            group.poison(Call(function.__name__, group.name), told)
-            if told is error:
-                raise
-            raise told from error
+            group.fail(function.__name__, error)
 
     return guarded
 
@@ -209,11 +205,7 @@ class GroupCore:
             )
             return self.submit(call, prepared, x, value)
         except Exception as error:
-            told = self.with_words(_operation_name(make), error)
-            self.poison(Call(_operation_name(make), self.name), told)
-            if told is error:
-                raise
-            raise told from error
+            self.fail(_operation_name(make), error)
 
     def plan(
         self, make: Callable[..., Plan], data: Array, *options: Any, key: object = None
@@ -613,10 +605,18 @@ class GroupCore:
         """
         self.progress.wait(self.communicator, request, what=what, peers=peers)
 
-    def with_words(self, name: str, error: Exception) -> Exception:
-        """Return `error`; where memory was lacking, one that says of which call and for what."""
-        if not isinstance(error, MemoryError):
-            return error
+    def fail(self, name: str, error: Exception) -> NoReturn:
+        """Raise `error` of the call `name`; with checks on, the other ranks raise, too."""
+        cause = None
+        if isinstance(error, MemoryError):
+            error, cause = self.out_of_memory(name, error), error
+        self.poison(Call(name, self.name), error)
+        if cause is None:
+            raise error
+        raise error from cause
+
+    def out_of_memory(self, name: str, error: MemoryError) -> OutOfMemoryError:
+        """Return an error that says which call has no memory, and what to do."""
         return OutOfMemoryError(
             f"{name} on group {self.name!r}: rank {self.world_rank} has no memory for the result "
             "or for a contiguous copy of the array, which of a broadcast view is as large as its "

@@ -378,7 +378,7 @@ def _parcel(group: GroupCore, data: Array) -> list[Array]:
     try:
         flat = namespace(data).ascontiguousarray(data).reshape(-1).view(np.uint8)
     except MemoryError as error:
-        raise group.with_words("a message", error) from error
+        raise group.out_of_memory("a message", error) from error
     enclosed = None if is_cupy(data) else flat
     envelope, inline = seal(enclosed, data.shape, np.dtype(data.dtype), group.name)
     return [envelope] if inline else [envelope, flat]

@@ -609,7 +609,7 @@ def _no_zarr(path: Path) -> str:
 
 
 _ZARR_PARTIAL = re.compile(r"(zarr|\d+)\.[0-9a-f]{32}\.partial")
-"""What zarr-python calls a file while it writes it."""
+"""The name that zarr-python gives a file while it writes it."""
 
 
 def _remove_zarr(path: Path) -> None:
