@@ -1,0 +1,1 @@
+"""What is compiled: the window of the ranks that share memory, its operations and their waits."""

@@ -1,0 +1,2 @@
+LANE_BYTES: int
+DOOR_BYTES: int
