@@ -50,6 +50,8 @@ def make_rows(
 
 def format_table(rows: Sequence[Row]) -> str:
     """Return a Markdown table; columns of the limit, and of images, if a row has them."""
+    if any("times" in row for row in rows):
+        return _format_beside(rows)
     limits = any("limit_us" in row for row in rows)
     titles = ["what", "us", "ratio to the first", "more than the first, us"]
     titles += ["limit, us", "times the limit"] if limits else []
@@ -77,3 +79,23 @@ def format_table(rows: Sequence[Row]) -> str:
 
 def _ratio_text(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio >= 1 else f"{ratio:.2g}"
+
+
+def _format_beside(rows: Sequence[Row]) -> str:
+    """Return a Markdown table with a column for each way, and one for each ratio; see `shared`."""
+    measured = [row for row in rows if "times" in row]
+    ways = list(dict.fromkeys(way for row in measured for way in row["us"]))
+    ratios = list(dict.fromkeys(way for row in measured for way in row["times"]))
+    titles = ["what", "mpi4py's", *(f"{way}, us" for way in ways)]
+    titles += [f"{ways[0]} / {way}" for way in ratios]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for row in measured:
+        cells = [row["what"], row["call"]]
+        cells += [f"{row['us'][way]:,.1f}" if way in row["us"] else "" for way in ways]
+        cells += [_ratio_text(row["times"][way]) if way in row["times"] else "" for way in ratios]
+        lines.append("| " + " | ".join(cells) + " |")
+    for row in rows:
+        for way, cells in row.get("cells", {}).items():
+            ahead, median = row["ahead"][way], row["median"][way]
+            lines.append(f"\n{way}: {ahead} of {cells} {row['what']}, median ratio {median:.2f}")
+    return "\n".join(lines)

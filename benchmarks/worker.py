@@ -1,12 +1,14 @@
 """Run the benchmarks of one world size on every rank; rank 0 prints the tables as JSON.
 
-`python -m benchmarks.worker [--tiny] [suite ...]`, under mpiexec.
+`python -m benchmarks.worker [--tiny] [suite ...] [--operations ...] [--sizes ...]`, under mpiexec.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from functools import partial
 
 import numpy as np
 from mpi4py import MPI
@@ -57,10 +59,16 @@ SUITES = {
 
 def main(arguments: list[str]) -> None:
     """Run the suites that are named, or all."""
-    names = [name for name in arguments if name != "--tiny"]
-    effort = TINY if "--tiny" in arguments else FULL
+    parser = argparse.ArgumentParser()
+    parser.add_argument("suites", nargs="*")
+    parser.add_argument("--tiny", action="store_true")
+    shared.add_choices(parser)
+    options = parser.parse_args(arguments)
+    effort = TINY if options.tiny else FULL
+    chosen = {"operations": options.operations, "sizes_bytes": options.sizes}
+    suites = SUITES | {"shared": partial(shared.run, **chosen)}
     with mm.DeviceMesh("dp=-1") as mesh:
-        tables = {name: SUITES[name](mesh, effort) for name in names or SUITES}
+        tables = {name: suites[name](mesh, effort) for name in options.suites or suites}
         if mesh.rank == 0:
             vendor, version = MPI.get_vendor()
             mpi = f"{vendor} {'.'.join(map(str, version))}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import statistics
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,10 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.depth import deep
 from tests.helpers.raises import names
 
 ROOT = Path(__file__).parents[2]
 WAYS = ("ordinary arrays", "shared arrays")
+OPERATIONS = (
+    *("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"),
+    *("reduce", "gather", "scatter", "barrier"),
+)
 
 
 def run(*arguments):
@@ -68,7 +75,6 @@ def test_all_suites_on_the_host():
     tables = measure(
         "startup",
         "all_reduce",
-        "shared",
         "buckets",
         "pipeline",
         "training",
@@ -83,13 +89,6 @@ def test_all_suites_on_the_host():
     solvers = ("split arrays", "blocks and plans", "mpi4py by hand")
     assert {f"{solved}: {way}" for way in solvers} < set(tables["operators"])
     assert len(tables["all_reduce"]) == 4 * 3  # 3 sizes of at most 64 KiB
-    # 4 sizes of all-reduce, 1 of each of the others; 3 ways each, the copy is no row.
-    assert len(tables["shared"]) == (4 + 4) * 4
-    names = ["reduce-scatter", "all-gather", "broadcast", "all-to-all"]
-    whats = [f"{name}, 64 KiB" for name in names]
-    whats += [f"all-reduce, {size}" for size in ("8 B", "1 KiB", "8 KiB", "64 KiB")]
-    assert {f"{what}: {way}" for what, way in product(whats, WAYS)} < set(tables["shared"])
-    assert {len(numbers) for numbers in tables["shared"].values()} == {5}  # two of them the limit's
     assert "500 gradients of 4 KiB: GradientBuckets" in tables["buckets"]
     assert len(tables["startup"]) == 3
     # As long as the schedule says, at least; and per action where no stage sleeps.
@@ -107,6 +106,42 @@ def test_all_suites_on_the_host():
     around = "halo around 64 x 64 float64, grid of 1 dim"
     assert {f"{around}: {way}" for way in ("Sendrecv", "mpimesh")} < set(tables["redistribute"])
     assert "product of two 64 x 64, rows split: mpimesh" in tables["redistribute"]
+
+
+@pytest.mark.parametrize("operations", ["all_gather,scatter,barrier", *deep(",".join(OPERATIONS))])
+def test_collectives_inside_a_node(tmp_path, operations):
+    file = tmp_path / "new" / "shared.jsonl"
+    chosen = ["--operations", operations, "--sizes", "8,65536", "--json", str(file)]
+    result = run("--tiny", "shared", *chosen)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (report,) = map(json.loads, file.read_text().splitlines())
+    assert report["ranks"] == 2
+    *rows, summary = report["tables"]["shared"]
+    cut = ("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")
+    assert [row["what"] for row in rows] == [
+        what
+        for name in sorted(operations.split(","), key=OPERATIONS.index)
+        for what in (
+            [name]
+            if name == "barrier"
+            else [
+                f"{name.replace('_', '-')}, {size}"
+                for size in ("16 B" if name in cut else "8 B", "64 KiB")
+            ]
+        )
+    ]
+    for row in rows:
+        assert f"| {row['what']} | {row['call']} | {row['us']['mpi4py']:,.1f} |" in result.stdout
+        ours = ["plain", "planned", "shared, planned"]
+        if row["what"].startswith("scatter"):
+            ours.remove("planned")
+        assert list(row["times"]) == (ours[:1] if row["what"] == "barrier" else ours)
+        assert min(*row["us"].values(), *row["times"].values()) > 0
+    ratios = [times for row in rows for times in row["times"].values()]
+    assert summary["cells"]["all"] == len(ratios)
+    assert summary["ahead"]["all"] == sum(times > 1 for times in ratios)
+    assert summary["median"]["all"] == pytest.approx(statistics.median(ratios))
+    names(result.stdout, f"all: {summary['ahead']['all']} of {len(ratios)}")
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
@@ -161,3 +196,6 @@ def test_the_command_knows_its_suites():
     result = run("shred")
     assert result.returncode == 2
     names(result.stderr, "'shred'", "startup", "all_reduce", "shared")
+    result = run("shared", "--operations", "all_reduce,allgather")
+    assert result.returncode == 2
+    names(result.stderr, "'allgather'", "all_gather", "barrier")
