@@ -13,6 +13,8 @@
 #ifndef MPIMESH_NODE_H
 #define MPIMESH_NODE_H
 
+#include <errno.h>
+#include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -100,15 +102,18 @@ typedef struct {
         node_u64 read;   /* up to where it has read and written all that it ever will */
         node_u64 refused; /* the number at which it has seen a mismatch */
     } __attribute__((aligned(128))) at;
+    node_u64 waiters[NODE_MAX_RANKS / 64] __attribute__((aligned(128))); /* who sleeps until it moves: any sets its bit */
     char small[NODE_SMALLS][NODE_SMALL_BYTES] __attribute__((aligned(128)));
     char piece[NODE_PIECES][NODE_PIECE_BYTES];
 } __attribute__((aligned(4096))) NodeLane;
 
-/* What one rank shows all others of the node, whatever the window. */
+enum { NODE_HEAD_BYTES = offsetof(NodeLane, small) }; /* zero at first */
+
+/* What one process shows all others of the node, whatever the window. */
 typedef struct {
     node_u32 bell;  /* any adds */
     node_u32 left;  /* it has gone; what it has posted stays valid */
-    node_u64 waiters[NODE_MAX_RANKS / 64]; /* who sleeps until it moves: any sets its bit */
+    node_u32 asleep; /* its threads that sleep, or are about to */
 } __attribute__((aligned(128))) NodeDoor;
 
 /* out = the sum (or what else) of `n` elements of all `ranks` arrays, in the order of the ranks. */
@@ -121,6 +126,7 @@ typedef struct NodeOp {
     char *out;
     uint64_t unit;       /* bytes of one block: a contribution is one of them, or one for each rank */
     uint64_t in_place, out_place;  /* what an entry says of a SHARED or REMOTE one */
+    const uint64_t *in_at, *in_bytes, *out_at, *out_bytes;
     uint32_t in_segment, out_segment;
     NodeFold fold;
     uint32_t item;       /* bytes of an element */
@@ -144,8 +150,7 @@ typedef struct {
 
 typedef struct NodeEngine {
     struct NodeWindow *active; /* with something under way */
-    NodeDoor **door;           /* of all ranks of the node */
-    int me, ranks;
+    NodeDoor *mine;
     int spin;                  /* passes before it yields; 0 for threads */
     long yield_ns;             /* how long it yields before it sleeps */
     long nap_ns;               /* of the next sleep; they grow */
@@ -159,7 +164,7 @@ typedef struct NodeWindow {
     NodeLane **lane;
     char ***segment;           /* segment[q][s]: where this rank sees segment s of rank q */
     const int32_t *pid;        /* of each rank, for process_vm_readv */
-    uint16_t *node_rank;       /* of each rank of the window */
+    NodeDoor **door;           /* of each rank's process */
     int rank, size;
     uint32_t id, total;
     uint64_t started, seen_read;
@@ -169,6 +174,7 @@ typedef struct NodeWindow {
     uint64_t over;             /* the number from which on everything is refused */
     int32_t over_state, culprit;
     int lacks[3];              /* ranks without which nothing moved: to post, to put a piece, to go on */
+    int awaited[3];            /* those that are to ring when they move */
     int moved, listed;
     uint64_t gone;             /* NODE_AT(number, rank) of one that has left: looked at once more */
     uint64_t operations, bytes;
@@ -177,19 +183,25 @@ typedef struct NodeWindow {
 
 /* -- bells ------------------------------------------------------------------------------------ */
 
+/* Who is about to sleep counts itself as asleep, then the kernel compares the bell: one of the two sees the other. */
 static inline void node_wake(NodeDoor *door) {
     atomic_fetch_add(&door->bell, 1);
-    syscall(SYS_futex, &door->bell, FUTEX_WAKE, 1, 0, 0, 0);
+    if (atomic_load(&door->asleep)) syscall(SYS_futex, &door->bell, FUTEX_WAKE, INT_MAX, 0, 0, 0);
+}
+
+/* After a store of something that is in no window, and that a rank may wait for by node_sleep_since(). */
+static inline void node_ring_sleeper(NodeDoor *door) {
+    node_wake(door);
 }
 
 /* After a store that others may wait for. */
-static inline void node_ring(NodeEngine *e) {
-    NodeDoor *mine = e->door[e->me];
+static inline void node_ring(NodeWindow *w) {
+    node_u64 *waiters = w->lane[w->rank]->waiters;
     atomic_thread_fence(memory_order_seq_cst);
-    for (int i = 0; i * 64 < e->ranks; i++) {
-        if (!atomic_load_explicit(&mine->waiters[i], memory_order_relaxed)) continue;
-        for (uint64_t m = atomic_exchange(&mine->waiters[i], 0); m; m &= m - 1)
-            node_wake(e->door[i * 64 + __builtin_ctzll(m)]);
+    for (int i = 0; i * 64 < w->size; i++) {
+        if (!atomic_load_explicit(&waiters[i], memory_order_relaxed)) continue;
+        for (uint64_t m = atomic_exchange(&waiters[i], 0); m; m &= m - 1)
+            node_wake(w->door[i * 64 + __builtin_ctzll(m)]);
     }
 }
 
@@ -221,7 +233,7 @@ static int node_lacks(NodeWindow *w, int what, int q, uint64_t number) {
     w->lacks[what] = q;
     uint64_t refused = atomic_load_explicit(&w->lane[q]->at.refused, memory_order_acquire);
     if (refused && refused <= number) return node_refuse(w, refused, NODE_MISMATCH, q);
-    if (atomic_load_explicit(&w->engine->door[w->node_rank[q]]->left, memory_order_acquire)) {
+    if (atomic_load_explicit(&w->door[q]->left, memory_order_acquire)) {
         /* It may have posted between the look at its word and the look at its door: look again. */
         if (w->gone == NODE_AT(number, q + 1)) return node_refuse(w, number, NODE_LOST, q);
         w->gone = NODE_AT(number, q + 1);
@@ -595,11 +607,10 @@ static int node_pass(NodeEngine *e) {
         NodeWindow *w = *p;
         w->moved = 0;
         node_pass_window(w);
-        moved |= w->moved;
+        if (w->moved) node_ring(w), moved = 1;
         if (w->head) p = &w->next;
         else *p = w->next, w->listed = 0;
     }
-    if (moved) node_ring(e);
     return moved;
 }
 
@@ -628,18 +639,28 @@ static void node_start(NodeWindow *w, NodeOp *o) {
     if (!w->listed) w->listed = 1, w->next = e->active, e->active = w;
     w->moved = 0;
     node_post(w);
-    if (w->moved) node_ring(e);
+    if (w->moved) node_ring(w);
 }
 
-static void node_lacking(const NodeEngine *e, uint64_t bits[NODE_MAX_RANKS / 64]) {
-    memset(bits, 0, NODE_MAX_RANKS / 8);
+/* Ask the ranks that are lacking to ring when they move. */
+static void node_await(NodeEngine *e) {
+    for (NodeWindow *w = e->active; w; w = w->next)
+        for (int i = 0; i < 3; i++) {
+            int q = w->awaited[i] = w->lacks[i];
+            if (q >= 0) atomic_fetch_or(&w->lane[q]->waiters[w->rank / 64], 1ull << w->rank % 64);
+        }
+    atomic_thread_fence(memory_order_seq_cst);
+}
+
+static int node_lacks_others(const NodeEngine *e) {
     for (NodeWindow *w = e->active; w; w = w->next)
         for (int i = 0; i < 3; i++)
-            if (w->lacks[i] >= 0) bits[w->node_rank[w->lacks[i]] / 64] |= 1ull << w->node_rank[w->lacks[i]] % 64;
+            if (w->lacks[i] != w->awaited[i]) return 1;
+    return 0;
 }
 
-/* Wait for one operation; false after a nap, or a bell: for signals, failures, the watchdog, then call it again. */
-static int node_wait(NodeEngine *e, NodeOp *o) {
+/* Spin, then yield: true where the operation is over. */
+static int node_wait_briefly(NodeEngine *e, NodeOp *o) {
     for (int i = 0; i < e->spin; i++) {
         node_pass(e);
         if (o->state) return 1;
@@ -650,31 +671,45 @@ static int node_wait(NodeEngine *e, NodeOp *o) {
             if (node_pass(e), o->state) return 1;
             sched_yield();
         }
-        if (node_ns() >= end) break;
+        if (node_ns() >= end) return 0;
     }
-    NodeDoor *mine = e->door[e->me];
-    uint32_t bell = atomic_load(&mine->bell);
-    uint64_t before[NODE_MAX_RANKS / 64], after[NODE_MAX_RANKS / 64];
-    node_lacking(e, before);
-    for (int i = 0; i * 64 < e->ranks; i++)
-        for (uint64_t m = before[i]; m; m &= m - 1)
-            atomic_fetch_or(&e->door[i * 64 + __builtin_ctzll(m)]->waiters[e->me / 64], 1ull << e->me % 64);
-    atomic_thread_fence(memory_order_seq_cst);
+}
+
+static inline uint32_t node_bell(NodeEngine *e) {
+    return atomic_load(&e->mine->bell);
+}
+
+/* Sleep until something moves, `o` is over or the bell is not `bell` any more; false after a full nap. Who waits for
+ * what is in no window takes the bell before it looks at that. */
+static int node_sleep_since(NodeEngine *e, const NodeOp *o, long nap_ns, uint32_t bell) {
+    NodeDoor *mine = e->mine;
+    int rung = 1;
+    atomic_fetch_add(&mine->asleep, 1);
+    node_await(e);
     int moved = node_pass(e); /* the second look */
-    node_lacking(e, after);
-    if (o->state) return 1;
-    if (moved || memcmp(before, after, sizeof before)) return 0;
-    struct timespec nap = {0, e->nap_ns};
-    syscall(SYS_futex, &mine->bell, FUTEX_WAIT, bell, &nap, 0, 0);
-    moved = node_pass(e);
-    e->nap_ns = moved ? NODE_NAP_NS : e->nap_ns * 2 < NODE_LONGEST_NAP_NS ? e->nap_ns * 2 : NODE_LONGEST_NAP_NS;
+    if (!moved && !(o && o->state) && !node_lacks_others(e)) {
+        struct timespec nap = {nap_ns / 1000000000, nap_ns % 1000000000};
+        rung = !syscall(SYS_futex, &mine->bell, FUTEX_WAIT, bell, &nap, 0, 0) || errno != ETIMEDOUT;
+    }
+    atomic_fetch_sub(&mine->asleep, 1);
+    return node_pass(e) || rung || (o && o->state);
+}
+
+static int node_sleep(NodeEngine *e, const NodeOp *o /* or 0 */, long nap_ns) {
+    return node_sleep_since(e, o, nap_ns, node_bell(e));
+}
+
+/* Wait for one operation; false after a nap, or a bell: for signals, failures, the watchdog, then call it again. */
+static int node_wait(NodeEngine *e, NodeOp *o) {
+    if (node_wait_briefly(e, o)) return 1;
+    long longer = e->nap_ns * 2 < NODE_LONGEST_NAP_NS ? e->nap_ns * 2 : NODE_LONGEST_NAP_NS;
+    e->nap_ns = node_sleep(e, o, e->nap_ns) ? NODE_NAP_NS : longer;
     return o->state != 0;
 }
 
-/* This rank leaves: what it has posted stays valid, who needs more learns it. */
+/* This rank leaves: what it has posted stays valid, who needs more learns it when its nap ends. */
 static inline void node_leave(NodeEngine *e) {
-    atomic_store(&e->door[e->me]->left, 1);
-    node_ring(e);
+    atomic_store(&e->mine->left, 1);
 }
 
 #endif

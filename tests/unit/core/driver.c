@@ -36,23 +36,21 @@ typedef struct { int rank; uint64_t seed; int programs, length; NodeEngine *e; N
 
 static int engine(Rank *r) {
     NodeEngine *e = r->e = calloc(1, sizeof *e);
-    e->door = malloc(sizeof(void *) * (size_t)ranks);
-    for (int q = 0; q < ranks; q++) e->door[q] = &doors[q];
-    e->me = r->rank, e->ranks = ranks, e->nap_ns = NODE_NAP_NS;
+    e->mine = &doors[r->rank], e->nap_ns = NODE_NAP_NS;
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
     e->spin = !threads && ranks <= cores ? 2000 : 0, e->yield_ns = 1000000;
     if (getenv("SLEEPY")) e->spin = 0, e->yield_ns = 0;
     for (int i = 0; i < WINDOWS; i++) {
         NodeWindow *w = &r->w[i];
         w->engine = e, w->id = (uint32_t)i, w->size = sizes[i], w->rank = -1;
-        w->lane = malloc(sizeof(void *) * (size_t)sizes[i]), w->node_rank = malloc(2 * (size_t)sizes[i]);
+        w->lane = malloc(sizeof(void *) * (size_t)sizes[i]), w->door = malloc(sizeof(void *) * (size_t)sizes[i]);
         w->segment = malloc(sizeof(void *) * (size_t)sizes[i]);
         w->scratch = malloc((size_t)sizes[i] * NODE_CHUNK_BYTES);
         int32_t *pid = malloc(4 * (size_t)sizes[i]);
         for (int q = 0; q < sizes[i]; q++) {
             int m = members[i][q];
             if (m == r->rank) w->rank = q;
-            w->lane[q] = &lanes[i][q], w->node_rank[q] = (uint16_t)m;
+            w->lane[q] = &lanes[i][q], w->door[q] = &doors[m];
             char **one = malloc(sizeof(char *));
             one[0] = heaps + (size_t)m * HEAP, w->segment[q] = one;
             pid[q] = threads ? getpid() : shared_pids[m];
@@ -183,6 +181,28 @@ static void *mismatch(void *arg) {
     return (void *)wrong;
 }
 
+/* Two ranks wait for words that are in no window: no bell is lost, though each would sleep for long. */
+static void *bells(void *arg) {
+    Rank *r = arg;
+    engine(r);
+    node_u64 *words = (node_u64 *)heaps, *mine = &words[r->rank * 16], *its = &words[(1 - r->rank) * 16];
+    uint64_t s = r->seed + (uint64_t)r->rank;
+    for (uint64_t k = 1; k <= 20000; k++) {
+        for (uint64_t i = rng(&s) % 64; i--;) NODE_PAUSE();
+        atomic_store(mine, k);
+        node_ring_sleeper(&doors[1 - r->rank]);
+        for (;;) {
+            uint32_t bell = node_bell(r->e);
+            if (atomic_load(its) >= k) break;
+            if (!node_sleep_since(r->e, 0, 2000000000, bell)) return fprintf(stderr, "rank %d: a lost bell at %lu\n", r->rank, (unsigned long)k), (void *)1;
+        }
+    }
+    /* Nobody rings: the nap is as long as was asked for. */
+    uint64_t begin = node_ns();
+    while (node_sleep(r->e, 0, 20000000)) begin = node_ns();
+    return (void *)(intptr_t)(node_ns() - begin < 20000000 || doors[r->rank].asleep);
+}
+
 static const long LENGTHS[] = {0, 1, 1, 1, 2, 9, 10, 100, 1000, 1024, 1025, 3000, 20000, 50000, 200001};
 
 static void *program(void *arg) {
@@ -261,7 +281,7 @@ int main(int argc, char **argv) {
     int programs = argc > 4 ? atoi(argv[4]) : 100;
     work = program;
     for (int i = 5; i < argc; i++) killer |= !strcmp(argv[i], "kill"), stopper |= !strcmp(argv[i], "stop"), lates |= !strcmp(argv[i], "late"),
-        work = !strcmp(argv[i], "bench") ? bench : !strcmp(argv[i], "mismatch") ? mismatch : work;
+        work = !strcmp(argv[i], "bench") ? bench : !strcmp(argv[i], "mismatch") ? mismatch : !strcmp(argv[i], "bells") ? bells : work;
     doors = shared_memory(sizeof(NodeDoor) * (size_t)ranks);
     heaps = shared_memory((size_t)HEAP * (size_t)ranks);
     shared_pids = shared_memory(4 * MAX_R);

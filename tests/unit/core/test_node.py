@@ -65,6 +65,12 @@ def test_a_mismatch_is_seen_by_every_rank(driver):
         assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
+def test_no_bell_is_lost(driver):
+    for kind in ("threads", "procs"):
+        done = driver(kind, 2, 1, 1, "bells")
+        assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_sanitizers_find_nothing(compiled, sanitizer):
