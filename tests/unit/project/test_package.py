@@ -12,24 +12,31 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+SUFFIX = EXTENSION_SUFFIXES[0]
 
 SAMPLE = ["tests/unit/mesh", "tests/unit/trace", "tests/virtual/mesh"]
 """Tests that need nothing of the repository but tests/."""
 
 
-def run(folder: Path, *command: str | Path) -> str:
+def run(folder: Path, *command: str | Path, code: int = 0, **variables: str) -> str:
     """Run `command` in `folder`, with nothing but what is installed; return its output."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110
+        command,
+        cwd=folder,
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout if code == 0 else done.stderr
 
 
 def tracked() -> set[str]:
@@ -41,13 +48,32 @@ def tracked() -> set[str]:
     return {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
 
 
+def copy_to(folder: Path) -> set[str]:
+    """Copy the files of the repository, and nothing that was built; return their names."""
+    files = tracked()
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, folder / name)
+    return files
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """Install a wheel alone, where the other packages are those of here; return the Python."""
+    python = folder / "bin" / "python"
+    venv.create(folder)
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
+    run(folder, *command, "--no-index", wheel)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    found = run(folder, python, "-c", "import mpimesh.core.node; print(mpimesh.__file__)")
+    assert Path(found.strip()) == packages / "mpimesh" / "__init__.py"
+    return python
+
+
 @pytest.mark.deep
 def test_sdist_and_wheel(tmp_path):
-    files = tracked()
     clone = tmp_path / "clone"
-    for name in files:
-        (clone / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, clone / name)
+    files = copy_to(clone)
     # Without a network: by the setuptools that is installed.
     run(clone, sys.executable, "-m", "build", "--no-isolation")
 
@@ -63,22 +89,82 @@ def test_sdist_and_wheel(tmp_path):
     (wheel,) = (clone / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         library = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert library == {name for name in files if name.startswith("mpimesh/")}
+    parts = {name for name in files if name.startswith("mpimesh/")}
+    compiled = {name for name in parts if name.endswith(".pyx")}
+    headers = {name for name in parts if name.endswith((".h", ".pxd", ".pxi"))}
+    modules = {name.replace(".pyx", SUFFIX) for name in compiled}
+    assert library == (parts - compiled - headers) | modules
 
-    # An environment with the wheel alone, in which the other packages are those of this one.
-    python = tmp_path / "empty" / "bin" / "python"
-    venv.create(tmp_path / "empty")
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
-    run(tmp_path, *install, "--no-index", wheel)
-    (packages,) = (tmp_path / "empty" / "lib").glob("python*/site-packages")
-    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
-    found = run(tmp_path, python, "-c", "import mpimesh; print(mpimesh.__file__)")
-    assert Path(found.strip()) == packages / "mpimesh" / "__init__.py"
-
+    python = install(wheel, tmp_path / "empty")
     (unpacked,) = tmp_path.glob("mpimesh-*")
     shutil.rmtree(unpacked / "mpimesh")
     printed = run(unpacked, python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SAMPLE)
     assert re.search(r"[1-9]\d+ passed", printed)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(240)
+def test_a_machine_without_a_compiler_builds_by_zig(tmp_path):
+    """With a PATH that has nothing: pip brings zig, for the build alone."""
+    clone = tmp_path / "clone"
+    copy_to(clone)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, "."],
+        cwd=clone,
+        env={
+            **os.environ,
+            "PATH": str(tmp_path),
+            "CC": "",
+            "PIP_RETRIES": "0",
+            "PIP_DEFAULT_TIMEOUT": "20",
+        },
+        capture_output=True,
+        text=True,
+    )
+    if "No matching distribution found" in done.stderr:
+        pytest.skip("pip has no network")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (wheel,) = tmp_path.glob("mpimesh-*.whl")
+    install(wheel, tmp_path / "empty")
+
+
+@pytest.mark.deep
+def test_what_is_compiled_is_as_new_as_its_sources(tmp_path):
+    """Whatever the times of the files say."""
+    clone = tmp_path / "clone"
+    copy_to(clone)
+    core = clone / "mpimesh" / "core"
+    for source in core.glob("*.pyx"):
+        source.write_text("")
+    use = [sys.executable, "-c", "import mpimesh.core.node"]
+    build = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    assert "is not built for" in run(clone, *use, code=1)
+    assert "warning" not in run(clone, *build)
+    (module,) = core.glob("*" + SUFFIX)
+    run(clone, *use)
+
+    built = module.stat()
+    (core / "node.h").touch()
+    run(clone, *use)
+    assert "gcc" not in run(clone, *build)
+    assert module.stat().st_mtime_ns == built.st_mtime_ns  # not compiled again
+
+    with (core / "node.h").open("a") as file:
+        file.write("/* more */")
+    os.utime(core / "node.h", (0, 0))
+    assert "is older than its sources for" in run(clone, *use, code=1)
+    run(clone, *build)
+    run(clone, *use)
+    assert module.stat().st_mtime_ns > built.st_mtime_ns
+
+
+def test_a_python_without_headers_is_refused_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.delenv("CFLAGS", raising=False)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(
+        SystemExit, match=r"Python\.h is missing: install python3-dev .* python3-devel"
+    ):
+        runpy.run_path(str(ROOT / "build_backend" / "headers.py"))
 
 
 def test_the_address_of_the_project_is_the_same_everywhere():
