@@ -2,7 +2,8 @@
  *
  * Each rank writes what it has started into its lane, in order, and reads the lanes of the others. node_start() never
  * waits: it queues an operation and posts what finds room. node_wait() moves everything that this rank has started, in
- * every window, until one operation is over. Nothing here calls Python, allocates, or takes a lock between processes.
+ * every window, until one operation is over. Nothing here calls Python, allocates, or takes a lock between processes;
+ * threads of one rank take turns by a lock of their own: who finds it taken leaves the moving to the other.
  *
  * Every place in shared memory has one writer, but for `bell` and `waiters`. What orders the accesses:
  *   - a word is stored (release) after everything that it speaks of, and read (acquire) before any of it is;
@@ -153,7 +154,9 @@ typedef struct NodeEngine {
     NodeDoor *mine;
     int spin;                  /* passes before it yields; 0 for threads */
     long yield_ns;             /* how long it yields before it sleeps */
-    long nap_ns;               /* of the next sleep; they grow */
+    _Atomic long nap_ns;       /* of the next sleep of node_wait(); they grow */
+    node_u32 busy;             /* the lock: a thread of this rank starts or moves something */
+    int rouse;                 /* something is over or was started that a sleeping thread of this rank may not know of */
     uint64_t records;
     NodeRecord record[NODE_RECORDS];
 } NodeEngine;
@@ -203,6 +206,28 @@ static inline void node_ring(NodeWindow *w) {
         for (uint64_t m = atomic_exchange(&waiters[i], 0); m; m &= m - 1)
             node_wake(w->door[i * 64 + __builtin_ctzll(m)]);
     }
+}
+
+static inline int node_try_lock(NodeEngine *e) {
+    return !atomic_load_explicit(&e->busy, memory_order_relaxed) &&
+           !atomic_exchange_explicit(&e->busy, 1, memory_order_acquire);
+}
+
+/* Its holder runs a pass, and nothing of Python: at most a large copy. */
+static inline void node_lock(NodeEngine *e) {
+    struct timespec nap = {0, 50000};
+    for (int i = 0; !node_try_lock(e); i++) {
+        if (i < 100) sched_yield();
+        else nanosleep(&nap, 0);
+    }
+}
+
+/* A sleeper counts itself before it takes the lock to look again: it has seen what was done before, or is woken. */
+static inline void node_unlock(NodeEngine *e) {
+    int rouse = e->rouse;
+    e->rouse = 0;
+    atomic_store_explicit(&e->busy, 0, memory_order_release);
+    if (rouse && atomic_load_explicit(&e->mine->asleep, memory_order_relaxed)) node_wake(e->mine);
 }
 
 static inline uint64_t node_ns(void) {
@@ -580,6 +605,7 @@ static void node_over(NodeWindow *w, NodeOp *o, int state) {
     NodeRecord *r = &w->engine->record[o->record % NODE_RECORDS];
     if (r->number == o->number && r->window == w->id) r->end_ns = node_ns(), r->state = state;
     o->culprit = w->culprit;
+    w->engine->rouse = 1;
     w->head = o->next;
     if (!w->head) w->tail = 0;
     /* The last store: its owner may free it now. */
@@ -600,8 +626,7 @@ static void node_pass_window(NodeWindow *w) {
     }
 }
 
-/* Move everything that this rank has started and that can move; true where something did. */
-static int node_pass(NodeEngine *e) {
+static int node_pass_locked(NodeEngine *e) {
     int moved = 0;
     for (NodeWindow **p = &e->active; *p;) {
         NodeWindow *w = *p;
@@ -614,10 +639,26 @@ static int node_pass(NodeEngine *e) {
     return moved;
 }
 
+/* Move everything that this rank has started and that can move; true where something did. */
+static int node_pass(NodeEngine *e) {
+    if (!node_try_lock(e)) return 0;
+    int moved = node_pass_locked(e);
+    node_unlock(e);
+    return moved;
+}
+
 /* -- what callers use ----------------------------------------------------------------------------- */
 
-/* Start an operation: number it, and post it if there is room. Never waits. */
-static void node_start(NodeWindow *w, NodeOp *o) {
+static inline void node_engine_init(NodeEngine *e) {
+    e->nap_ns = NODE_NAP_NS;
+    atomic_init(&e->busy, 0);
+}
+
+static inline int node_state(const NodeOp *o) {
+    return __atomic_load_n(&o->state, __ATOMIC_ACQUIRE);
+}
+
+static void node_number(NodeWindow *w, NodeOp *o) {
     NodeEngine *e = w->engine;
     o->next = 0, o->state = NODE_UNDER_WAY, o->stage = NODE_STAGE_NEW;
     o->put = o->summed = o->read = 0, o->number = ++w->started;
@@ -636,10 +677,27 @@ static void node_start(NodeWindow *w, NodeOp *o) {
     else w->head = o;
     w->tail = o;
     if (!w->unposted) w->unposted = o;
-    if (!w->listed) w->listed = 1, w->next = e->active, e->active = w;
+}
+
+/* Start operations of one window: number them, and post those that find room. Never waits for others. Returns how many
+ * of them are posted, so that a small one's input has been copied. */
+static int node_start_many(NodeWindow *w, NodeOp *const *o, int n) {
+    NodeEngine *e = w->engine;
+    node_lock(e);
+    for (int i = 0; i < n; i++) node_number(w, o[i]);
+    if (n && !w->listed) w->listed = 1, w->next = e->active, e->active = w;
     w->moved = 0;
     node_post(w);
     if (w->moved) node_ring(w);
+    e->rouse = 1;
+    /* Another thread may have seen one through by then, and its owner may have freed it: not after the lock. */
+    uint64_t posted = w->unposted ? w->unposted->number - 1 : w->started, first = w->started - (uint64_t)n;
+    node_unlock(e);
+    return posted > first ? (int)(posted - first) : 0;
+}
+
+static int node_start(NodeWindow *w, NodeOp *o) {
+    return node_start_many(w, &o, 1);
 }
 
 /* Ask the ranks that are lacking to ring when they move. */
@@ -663,12 +721,12 @@ static int node_lacks_others(const NodeEngine *e) {
 static int node_wait_briefly(NodeEngine *e, NodeOp *o) {
     for (int i = 0; i < e->spin; i++) {
         node_pass(e);
-        if (o->state) return 1;
+        if (node_state(o)) return 1;
         NODE_PAUSE();
     }
     for (uint64_t end = node_ns() + (uint64_t)e->yield_ns;;) {
         for (int i = 0; i < 8; i++) {
-            if (node_pass(e), o->state) return 1;
+            if (node_pass(e), node_state(o)) return 1;
             sched_yield();
         }
         if (node_ns() >= end) return 0;
@@ -685,14 +743,16 @@ static int node_sleep_since(NodeEngine *e, const NodeOp *o, long nap_ns, uint32_
     NodeDoor *mine = e->mine;
     int rung = 1;
     atomic_fetch_add(&mine->asleep, 1);
+    node_lock(e);
     node_await(e);
-    int moved = node_pass(e); /* the second look */
-    if (!moved && !(o && o->state) && !node_lacks_others(e)) {
+    int moved = node_pass_locked(e) || node_lacks_others(e); /* the second look */
+    node_unlock(e);
+    if (!moved && !(o && node_state(o))) {
         struct timespec nap = {nap_ns / 1000000000, nap_ns % 1000000000};
         rung = !syscall(SYS_futex, &mine->bell, FUTEX_WAIT, bell, &nap, 0, 0) || errno != ETIMEDOUT;
     }
     atomic_fetch_sub(&mine->asleep, 1);
-    return node_pass(e) || rung || (o && o->state);
+    return node_pass(e) || rung || (o && node_state(o));
 }
 
 static int node_sleep(NodeEngine *e, const NodeOp *o /* or 0 */, long nap_ns) {
@@ -702,9 +762,9 @@ static int node_sleep(NodeEngine *e, const NodeOp *o /* or 0 */, long nap_ns) {
 /* Wait for one operation; false after a nap, or a bell: for signals, failures, the watchdog, then call it again. */
 static int node_wait(NodeEngine *e, NodeOp *o) {
     if (node_wait_briefly(e, o)) return 1;
-    long longer = e->nap_ns * 2 < NODE_LONGEST_NAP_NS ? e->nap_ns * 2 : NODE_LONGEST_NAP_NS;
-    e->nap_ns = node_sleep(e, o, e->nap_ns) ? NODE_NAP_NS : longer;
-    return o->state != 0;
+    long nap_ns = e->nap_ns, longer = nap_ns * 2 < NODE_LONGEST_NAP_NS ? nap_ns * 2 : NODE_LONGEST_NAP_NS;
+    e->nap_ns = node_sleep(e, o, nap_ns) ? NODE_NAP_NS : longer;
+    return node_state(o) != 0;
 }
 
 /* This rank leaves: what it has posted stays valid, who needs more learns it when its nap ends. */

@@ -12,12 +12,12 @@
 #include <sys/wait.h>
 
 enum { WINDOWS = 4, MAX_PENDING = 40, HEAP = 48 << 20, MAX_R = 64 };
-static int ranks, threads, killer, stopper, lates;
+static int ranks, threads, killer, stopper, lates, pairing;
 static void *(*work)(void *);
 static NodeDoor *doors;
-static NodeLane *lanes[WINDOWS];
+static NodeLane *lanes[WINDOWS + 1]; /* the last one is of both threads of a rank */
 static char *heaps; /* of SHARED arrays: one for each rank */
-static int members[WINDOWS][MAX_R], sizes[WINDOWS];
+static int members[WINDOWS + 1][MAX_R], sizes[WINDOWS + 1];
 static int32_t pids[MAX_R];
 static volatile int32_t *shared_pids;
 
@@ -32,15 +32,17 @@ static uint64_t mix(uint64_t a) {
 }
 static uint64_t rng(uint64_t *s) { return mix(*s += 0x9e3779b97f4a7c15u); }
 
-typedef struct { int rank; uint64_t seed; int programs, length; NodeEngine *e; NodeWindow w[WINDOWS]; } Rank;
+typedef struct { pthread_mutex_t mutex; NodeWindow *w; long count; } Common;
+typedef struct { int rank, thread; uint64_t seed; int programs; NodeEngine *e; Common *common; NodeWindow w[WINDOWS + 1]; } Rank;
 
 static int engine(Rank *r) {
-    NodeEngine *e = r->e = calloc(1, sizeof *e);
-    e->mine = &doors[r->rank], e->nap_ns = NODE_NAP_NS;
+    NodeEngine *e = r->e ? r->e : calloc(1, sizeof *e);
+    if (!r->e) node_engine_init(e), e->mine = &doors[r->rank];
+    r->e = e;
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
     e->spin = !threads && ranks <= cores ? 2000 : 0, e->yield_ns = 1000000;
     if (getenv("SLEEPY")) e->spin = 0, e->yield_ns = 0;
-    for (int i = 0; i < WINDOWS; i++) {
+    for (int i = 0; i <= WINDOWS; i++) {
         NodeWindow *w = &r->w[i];
         w->engine = e, w->id = (uint32_t)i, w->size = sizes[i], w->rank = -1;
         w->lane = malloc(sizeof(void *) * (size_t)sizes[i]), w->door = malloc(sizeof(void *) * (size_t)sizes[i]);
@@ -194,6 +196,7 @@ static void *bells(void *arg) {
         for (;;) {
             uint32_t bell = node_bell(r->e);
             if (atomic_load(its) >= k) break;
+            for (uint64_t i = rng(&s) % 256; i--;) NODE_PAUSE();
             if (!node_sleep_since(r->e, 0, 2000000000, bell)) return fprintf(stderr, "rank %d: a lost bell at %lu\n", r->rank, (unsigned long)k), (void *)1;
         }
     }
@@ -203,20 +206,41 @@ static void *bells(void *arg) {
     return (void *)(intptr_t)(node_ns() - begin < 20000000 || doors[r->rank].asleep);
 }
 
+/* The next sum of the window that both threads of a rank use; its number says what is in it. */
+static int start_common(Rank *r) {
+    NodeOp o;
+    int64_t x[3], sum;
+    memset(&o, 0, sizeof o);
+    pthread_mutex_lock(&r->common->mutex);
+    uint64_t id = 1000000 + (uint64_t)r->common->count++;
+    for (int i = 0; i < 3; i++) x[i] = value(id, r->rank, i);
+    o.in = o.out = (char *)x, o.unit = sizeof x, o.fold = sum_i64, o.item = 8, o.digest = (uint32_t)id, o.kind = NODE_ALL_REDUCE;
+    node_start(r->common->w, &o);
+    pthread_mutex_unlock(&r->common->mutex);
+    for (int calls = 0; !node_wait(r->e, &o);)
+        if (++calls > 300) return fprintf(stderr, "rank %d: number %lu of both threads stands still\n", r->rank, (unsigned long)o.number), 3;
+    for (int i = 0; i < 3; i++) {
+        sum = 0;
+        for (int q = 0; q < ranks; q++) sum += value(id, q, i);
+        if (o.state != NODE_DONE || x[i] != sum) return fprintf(stderr, "rank %d: number %lu of both threads is wrong\n", r->rank, (unsigned long)o.number), 1;
+    }
+    return 0;
+}
+
 static const long LENGTHS[] = {0, 1, 1, 1, 2, 9, 10, 100, 1000, 1024, 1025, 3000, 20000, 50000, 200001};
 
 static void *program(void *arg) {
     Rank *r = arg;
-    engine(r);
-    uint64_t same = r->seed, own = mix(r->seed * 31 + (uint64_t)r->rank + 1);
+    if (!r->e) engine(r);
+    uint64_t same = r->seed + (uint64_t)r->thread * 977, own = mix(r->seed * 31 + (uint64_t)(r->rank + 100 * r->thread) + 1);
     Job *jobs = calloc(MAX_PENDING, sizeof *jobs);
     int pending = 0, rc = 0;
-    size_t heap = 0;
+    size_t heap_begin = r->common ? (size_t)r->thread * HEAP / 2 : 0, heap_end = r->common ? heap_begin + HEAP / 2 : HEAP, heap = heap_begin;
     char *mine = heaps + (size_t)r->rank * HEAP;
     for (uint64_t step = 0; step < (uint64_t)r->programs * 40; step++) {
         /* alike on all ranks */
         uint64_t a = rng(&same), b = rng(&same), c = rng(&same), d = rng(&same);
-        int wi = (int)(a % WINDOWS), style = (int)((b >> 8) % 6), kind = (int)(b % 10);
+        int wi = r->common ? 2 * r->thread + (int)(a % 2) : (int)(a % WINDOWS), style = (int)((b >> 8) % 6), kind = (int)(b % 10);
         long n = LENGTHS[c % (sizeof LENGTHS / sizeof *LENGTHS)];
         if (d % 4) n = n > 3000 ? n % 3001 : n;
         NodeWindow *w = &r->w[wi];
@@ -239,7 +263,7 @@ static void *program(void *arg) {
             /* 1: shared on all; 2: remote on all; 3: shared on some; 4: remote on some */
             int s = style == 1 || (style == 3 && rng(&own) % 2) ? NODE_SHARED : (style == 2 || (style == 4 && rng(&own) % 2)) && !threads ? NODE_REMOTE : 0;
             if (n * blocks * 8 <= 1024) s = 0; /* the plan's rule: alike on all */
-            if (s == NODE_SHARED && heap + in_bytes + out_bytes + 256 > HEAP) s = NODE_NOTHING;
+            if (s == NODE_SHARED && heap + in_bytes + out_bytes + 256 > heap_end) s = NODE_NOTHING;
             if (s == NODE_SHARED) {
                 j->in = mine + heap, heap += (in_bytes + 127) & ~(size_t)127;
                 j->out = inplace ? j->in : mine + heap, heap += inplace ? 0 : (out_bytes + 127) & ~(size_t)127;
@@ -254,24 +278,37 @@ static void *program(void *arg) {
             o->digest = (uint32_t)mix((uint64_t)kind * 100000u + (uint64_t)n), o->kind = (uint8_t)kind, o->root = (int16_t)j->root, o->source = (uint8_t)s;
             if (s == NODE_SHARED) o->in_place = (uint64_t)(j->in - mine), o->out_place = (uint64_t)(j->out - mine);
             if (s == NODE_REMOTE) o->in_place = (uint64_t)(uintptr_t)j->in, o->out_place = (uint64_t)(uintptr_t)j->out;
-            node_start(w, o);
             pending++;
             /* A small one that is posted has been copied: the caller may write x. */
-            if ((o->source == NODE_INLINE || o->source == NODE_SMALL) && w->unposted != o && (!w->unposted || w->unposted->number > o->number))
-                memset(j->in, 0x55, in_bytes);
+            if (node_start(w, o) && s == 0 && in_bytes <= NODE_SMALL_BYTES && j->in != j->out) memset(j->in, 0x55, in_bytes);
         }
-        if (flush || heap > HEAP - (16 << 20)) {
+        if (flush || heap > heap_end - (16 << 20)) {
             for (int k = 0; k < MAX_PENDING; k++)
                 if (jobs[k].live) { if ((rc = finish(r, &jobs[k]))) goto end; pending--; }
             /* others may still read what lies in the heap: not, by the promise of resolve() */
-            heap = 0;
+            heap = heap_begin;
         }
+        if (r->common && d % 3 == 0 && (rc = start_common(r))) goto end;
     }
     for (int k = 0; k < MAX_PENDING; k++)
         if (jobs[k].live && (rc = finish(r, &jobs[k]))) goto end;
 end:
-    node_leave(r->e);
+    if (!r->common) node_leave(r->e);
     return (void *)(intptr_t)rc;
+}
+
+/* Two threads of each rank share an engine: each has windows of its own, and one is of both. */
+static void *pair(void *arg) {
+    Rank *r = arg, both[2] = {*r, *r};
+    engine(r);
+    Common common = {PTHREAD_MUTEX_INITIALIZER, &r->w[WINDOWS], 0};
+    pthread_t t[2];
+    intptr_t bad = 0;
+    for (int i = 0; i < 2; i++) both[i].e = r->e, both[i].common = &common, both[i].thread = i, engine(&both[i]);
+    for (int i = 0; i < 2; i++) pthread_create(&t[i], 0, program, &both[i]);
+    for (int i = 0; i < 2; i++) { void *rc; pthread_join(t[i], &rc); bad |= (intptr_t)rc; }
+    node_leave(r->e);
+    return (void *)bad;
 }
 
 int main(int argc, char **argv) {
@@ -281,15 +318,16 @@ int main(int argc, char **argv) {
     int programs = argc > 4 ? atoi(argv[4]) : 100;
     work = program;
     for (int i = 5; i < argc; i++) killer |= !strcmp(argv[i], "kill"), stopper |= !strcmp(argv[i], "stop"), lates |= !strcmp(argv[i], "late"),
-        work = !strcmp(argv[i], "bench") ? bench : !strcmp(argv[i], "mismatch") ? mismatch : !strcmp(argv[i], "bells") ? bells : work;
+        work = !strcmp(argv[i], "bench") ? bench : !strcmp(argv[i], "mismatch") ? mismatch : !strcmp(argv[i], "bells") ? bells : work, pairing |= !strcmp(argv[i], "pairs");
+    if (pairing) work = pair;
     doors = shared_memory(sizeof(NodeDoor) * (size_t)ranks);
     heaps = shared_memory((size_t)HEAP * (size_t)ranks);
     shared_pids = shared_memory(4 * MAX_R);
-    for (int i = 0; i < WINDOWS; i++) {
+    for (int i = 0; i <= WINDOWS; i++) {
         lanes[i] = shared_memory(sizeof(NodeLane) * (size_t)ranks);
         uint64_t s = mix(seed + (uint64_t)i);
         for (int q = 0; q < ranks; q++)
-            if (i == 0 || (i == 1 && q % 2 == 0) || (i > 1 && (rng(&s) % 2 || (!sizes[i] && q == ranks - 1)))) members[i][sizes[i]++] = q;
+            if (i == 0 || i == WINDOWS || pairing || (i == 1 && q % 2 == 0) || (i > 1 && (rng(&s) % 2 || (!sizes[i] && q == ranks - 1)))) members[i][sizes[i]++] = q;
     }
     static Rank r[MAX_R];
     for (int q = 0; q < ranks; q++) r[q] = (Rank){.rank = q, .seed = seed, .programs = programs};

@@ -65,6 +65,14 @@ def test_a_mismatch_is_seen_by_every_rank(driver):
         assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
+@pytest.mark.parametrize("env", [None, {"SLEEPY": "1"}])
+@pytest.mark.parametrize("kind", ["threads", "procs"])
+def test_two_threads_of_each_rank(driver, kind, env):
+    for seed in range(4):
+        done = driver(kind, 2, seed, 5, "pairs", *(["late"] if seed % 2 else []), env=env)
+        assert (done.returncode, done.stdout) == (0, "ok\n"), (seed, done.stderr)
+
+
 def test_no_bell_is_lost(driver):
     for kind in ("threads", "procs"):
         done = driver(kind, 2, 1, 1, "bells")
@@ -78,11 +86,12 @@ def test_sanitizers_find_nothing(compiled, sanitizer):
     quiet = ["-Wno-tsan"] if sanitizer == "thread" else []
     path = compiled("driver.c", f"-fsanitize={sanitizer}", "-g", "-O1", *quiet)
     for kind in ["threads", *(["procs"] if sanitizer != "thread" else [])]:
-        command = ["setarch", "-R", str(path), kind, "3", "1", "2", "late"]
-        env = {"PATH": os.environ["PATH"], "ASAN_OPTIONS": "detect_leaks=0"}
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=100, check=False, env=env
-        )
-        if "setarch" in done.stderr:
-            pytest.skip(f"setarch is not allowed here: {done.stderr}")
-        assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+        for arguments in (["3", "1", "2", "late"], ["2", "1", "2", "pairs"]):
+            command = ["setarch", "-R", str(path), kind, *arguments]
+            env = {"PATH": os.environ["PATH"], "ASAN_OPTIONS": "detect_leaks=0"}
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=100, check=False, env=env
+            )
+            if "setarch" in done.stderr:
+                pytest.skip(f"setarch is not allowed here: {done.stderr}")
+            assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
