@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import re
 import tokenize
 from collections import Counter
 from dataclasses import dataclass, field
@@ -84,6 +85,14 @@ def read(package: Path) -> dict[str, Room]:
         for other in imported(tree):
             if other != room.name:
                 room.imports[other] += 1
+    for path in sorted([*package.rglob("*.pyx"), *package.rglob("*.h")]):
+        name, *parts = path.relative_to(package).parts
+        lines = [line.strip() for line in path.read_text().splitlines()]
+        code = [line for line in lines if line and not line.startswith(("#", "//", "/*", "*"))]
+        rooms[name].files["/".join(parts)] = len(code)
+        for line in code:
+            if match := re.match(r"(?:from|c?import) mpimesh\.(\w+)", line):
+                rooms[name].imports[match[1]] += match[1] != name
     return rooms
 
 
