@@ -61,8 +61,8 @@ def install(wheel: Path, folder: Path) -> Path:
     """Install a wheel alone, where the other packages are those of here; return the Python."""
     python = folder / "bin" / "python"
     venv.create(folder)
-    command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
-    run(folder, *command, "--no-index", wheel)
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    run(folder, *command, "--no-deps", "--no-index", wheel)
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
     found = run(folder, python, "-c", "import mpimesh.core.node; print(mpimesh.__file__)")
