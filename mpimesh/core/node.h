@@ -127,6 +127,9 @@ typedef struct NodeOp {
     char *out;
     uint64_t unit;       /* bytes of one block: a contribution is one of them, or one for each rank */
     uint64_t in_place, out_place;  /* what an entry says of a SHARED or REMOTE one */
+    /* Blocks of unequal size, or 0: `unit` is then the largest of all ranks. Where block b of the input lies and how
+     * long it is, alike on all ranks but for all-to-all (a gather's is one block, at 0); and the same of what rank q
+     * contributes to the output. */
     const uint64_t *in_at, *in_bytes, *out_at, *out_bytes;
     uint32_t in_segment, out_segment;
     NodeFold fold;
@@ -313,6 +316,22 @@ static inline int node_blocks(const NodeWindow *w, int kind) {
     return kind == NODE_REDUCE_SCATTER || kind == NODE_SCATTER || kind == NODE_ALL_TO_ALL ? w->size : 1;
 }
 
+static inline uint64_t node_in_at(const NodeOp *o, int block) {
+    return o->in_at ? o->in_at[block] : (uint64_t)block * o->unit;
+}
+
+static inline uint64_t node_in_bytes(const NodeOp *o, int block) {
+    return o->in_bytes ? o->in_bytes[block] : o->unit;
+}
+
+/* Where bytes [lo, hi) of each own block end up in `to`, one block after the other in steps of hi - lo. */
+static void node_pack(const NodeOp *o, char *to, int blocks, uint64_t lo, uint64_t hi) {
+    for (int b = 0; b < blocks; b++, to += hi - lo) {
+        uint64_t bytes = node_in_bytes(o, b), end = hi < bytes ? hi : bytes;
+        if (lo < end) memcpy(to, o->in + node_in_at(o, b) + lo, end - lo);
+    }
+}
+
 /* True where rank r waits for the word of rank q. */
 static inline int node_needs(const NodeWindow *w, const NodeOp *o, int q) {
     if (q == w->rank || !node_takes(o, w->rank)) return 0;
@@ -333,13 +352,15 @@ static void node_post(NodeWindow *w) {
         if (o->source == NODE_SMALL && w->small_used[slot] > need) need = w->small_used[slot];
         if (!node_room(w, need, 0, n)) break;
         NodeEntry *e = &mine->entry[n % NODE_ENTRIES];
-        uint64_t bytes = o->unit * (uint64_t)node_blocks(w, o->kind);
+        int blocks = node_blocks(w, o->kind);
         e->source = o->source;
         e->digest = o->digest;
-        if (o->source == NODE_INLINE) {
-            memcpy(e->data, o->in, bytes);
-        } else if (o->source == NODE_SMALL) {
-            memcpy(mine->small[slot], o->in, bytes);
+        if (o->source == NODE_INLINE || o->source == NODE_SMALL) {
+            char *to = o->source == NODE_INLINE ? e->data : mine->small[slot];
+            if (o->in_bytes) node_pack(o, to, blocks, 0, o->unit);
+            else memcpy(to, o->in, o->unit * (uint64_t)blocks);
+        }
+        if (o->source == NODE_SMALL) {
             e->in = slot;
             w->small_used[slot] = NODE_AT(n + 1, 0);
             w->smalls++;
@@ -362,14 +383,17 @@ static void node_post(NodeWindow *w) {
 /* Where bytes [lo, hi) of block `block` of rank q's contribution can be read; `result` asks for what q has summed. */
 static const char *node_read(NodeWindow *w, NodeOp *o, int q, int block, uint64_t lo, uint64_t hi, int result) {
     NodeEntry *e = node_entry(w, q, o->number);
-    uint64_t at = (uint64_t)block * o->unit + lo;
+    uint64_t at = node_in_at(o, block) + lo;
     /* A small one of its own is read where it was copied to: the user may have written x since. */
     if (q == w->rank && !result && e->source >= NODE_PIECED) return o->in + at;
     switch (e->source) {
+    case NODE_NOTHING: /* the ranks' tables of blocks differ */
+        node_refuse(w, o->number, NODE_MISMATCH, q);
+        return 0;
     case NODE_INLINE:
-        return e->data + at;
+        return e->data + (uint64_t)block * o->unit + lo;
     case NODE_SMALL:
-        return w->lane[q]->small[e->in] + at;
+        return w->lane[q]->small[e->in] + (uint64_t)block * o->unit + lo;
     case NODE_PIECED: {
         uint64_t k = lo / o->piece_bytes, begin = k * o->piece_bytes;
         uint64_t end = begin + o->piece_bytes < o->unit ? begin + o->piece_bytes : o->unit;
@@ -400,10 +424,11 @@ static char *node_result(NodeWindow *w, NodeOp *o, uint64_t lo) {
 }
 
 static int node_copy(NodeWindow *w, NodeOp *o, char *out, int q, int block, uint64_t lo, uint64_t hi, int result) {
+    if (lo >= hi) return 1;
     NodeEntry *e = node_entry(w, q, o->number);
     if (e->source == NODE_REMOTE && q != w->rank) { /* straight to where it belongs */
         struct iovec to = {out, hi - lo};
-        struct iovec from = {(void *)(uintptr_t)((result ? e->out : e->in) + (uint64_t)block * o->unit + lo), hi - lo};
+        struct iovec from = {(void *)(uintptr_t)((result ? e->out : e->in) + node_in_at(o, block) + lo), hi - lo};
         while (to.iov_len) {
             ssize_t got = process_vm_readv(w->pid[q], &to, 1, &from, 1, 0);
             if (got <= 0) return node_refuse(w, o->number, NODE_LOST, q);
@@ -413,8 +438,8 @@ static int node_copy(NodeWindow *w, NodeOp *o, char *out, int q, int block, uint
         return 1;
     }
     const char *from = node_read(w, o, q, block, lo, hi, result);
-    if (from != out) memmove(out, from, hi - lo);
-    return 1;
+    if (from && from != out) memmove(out, from, hi - lo);
+    return from != 0;
 }
 
 /* Sum bytes [lo, hi) of block `block` of all ranks into `out`, and into each of `targets` if there are any. */
@@ -439,6 +464,8 @@ static inline uint64_t node_part(const NodeWindow *w, const NodeOp *o, uint64_t 
 
 /* Take [lo, hi) of each block: all that is not a large all-reduce. */
 static int node_take(NodeWindow *w, NodeOp *o, uint64_t lo, uint64_t hi) {
+    if (o->in_bytes && (o->kind == NODE_REDUCE_SCATTER || o->kind == NODE_SCATTER) && hi > o->in_bytes[w->rank])
+        hi = o->in_bytes[w->rank];
     switch (o->kind) {
     case NODE_ALL_REDUCE:
     case NODE_REDUCE:
@@ -457,7 +484,9 @@ static int node_take(NodeWindow *w, NodeOp *o, uint64_t lo, uint64_t hi) {
         for (int i = 0; i < w->size; i++) { /* from different ranks at a time */
             int q = w->rank + i < w->size ? w->rank + i : w->rank + i - w->size;
             int block = o->kind == NODE_ALL_TO_ALL ? w->rank : 0;
-            if (!node_copy(w, o, o->out + (uint64_t)q * o->unit + lo, q, block, lo, hi, 0)) return 0;
+            uint64_t at = o->out_at ? o->out_at[q] : (uint64_t)q * o->unit;
+            uint64_t end = o->out_bytes && o->out_bytes[q] < hi ? o->out_bytes[q] : hi;
+            if (!node_copy(w, o, o->out + at + lo, q, block, lo, end, 0)) return 0;
         }
         return 1;
     }
@@ -509,8 +538,7 @@ static void node_put_pieces(NodeWindow *w, NodeOp *o) {
         uint64_t slot = (o->first + o->put) % NODE_PIECES;
         if (!node_room(w, w->piece_used[slot], 1, o->number)) break;
         uint64_t lo = o->put * o->piece_bytes, hi = lo + o->piece_bytes < o->unit ? lo + o->piece_bytes : o->unit;
-        for (int b = 0; b < blocks; b++)
-            memcpy(mine->piece[slot] + (uint64_t)b * (hi - lo), o->in + (uint64_t)b * o->unit + lo, hi - lo);
+        node_pack(o, mine->piece[slot], blocks, lo, hi);
         w->piece_used[slot] = NODE_AT(o->number, o->put + 1);
         atomic_store_explicit(&mine->at.put, NODE_AT(o->number, o->put + 1), memory_order_release);
         w->moved = 1;
@@ -662,10 +690,20 @@ static void node_number(NodeWindow *w, NodeOp *o) {
     NodeEngine *e = w->engine;
     o->next = 0, o->state = NODE_UNDER_WAY, o->stage = NODE_STAGE_NEW;
     o->put = o->summed = o->read = 0, o->number = ++w->started;
-    uint64_t bytes = node_contributes(o, w->rank) ? o->unit * (uint64_t)node_blocks(w, o->kind) : 0;
+    int blocks = node_blocks(w, o->kind);
+    uint64_t bytes = o->unit * (uint64_t)blocks, packed;
+    if (!node_contributes(o, w->rank)) {
+        bytes = 0;
+    } else if (o->in_bytes) {
+        bytes = 0;
+        for (int b = 0; b < blocks; b++) bytes += o->in_bytes[b];
+        /* Others do not know where its blocks lie. */
+        if (o->kind == NODE_ALL_TO_ALL) o->source = 0;
+    }
+    packed = blocks == 1 ? bytes : o->unit * (uint64_t)blocks;
     if (!bytes) o->source = NODE_NOTHING;
     else if (o->source != NODE_SHARED && o->source != NODE_REMOTE)
-        o->source = bytes <= NODE_INLINE_BYTES ? NODE_INLINE : bytes <= NODE_SMALL_BYTES ? NODE_SMALL : NODE_PIECED;
+        o->source = packed <= NODE_INLINE_BYTES ? NODE_INLINE : packed <= NODE_SMALL_BYTES ? NODE_SMALL : NODE_PIECED;
     if (o->source == NODE_PIECED) {
         node_divide(w, o, 1);
         o->first = w->pieces, w->pieces += o->pieces;

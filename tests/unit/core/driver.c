@@ -62,15 +62,50 @@ static int engine(Rank *r) {
     return 0;
 }
 
-typedef struct { NodeOp op; NodeWindow *w; int window, live, kind, style, root; long n; uint64_t id; char *in, *out; int mine; size_t heap; } Job;
+typedef struct { NodeOp op; NodeWindow *w; int window, live, kind, style, root; long n; uint64_t id; char *in, *out; size_t heap, out_bytes; int unequal; uint64_t table[4][MAX_R]; } Job;
 
 static int64_t value(uint64_t id, int member, long i) { return (int64_t)(mix(id * 1000003u + (uint64_t)member * 7919u + (uint64_t)i) >> 40); }
+
+/* Of unequal blocks: the elements that `from` has for `to`; of kinds that do not ask, for all or of all the same. */
+static long length(const Job *j, int from, int to) {
+    uint64_t a = mix(j->id * 31 + (j->kind == NODE_REDUCE_SCATTER || j->kind == NODE_SCATTER ? 0 : (uint64_t)from * 64) + (j->kind == NODE_GATHER || j->kind == NODE_ALL_GATHER ? 0 : (uint64_t)to));
+    if (!j->unequal) return j->n;
+    return j->unequal == 2 || a % 4 == 0 ? 0 : a % 4 == 1 ? j->n : (long)(a % (uint64_t)(j->n + 1));
+}
+static int gathers(int kind) { return kind == NODE_ALL_GATHER || kind == NODE_GATHER || kind == NODE_ALL_TO_ALL; }
+/* Where block b lies: the last one first, an element apart. */
+static long place(const Job *j, int b) { return j->unequal ? (j->w->size - 1 - b) * (j->n + 1) : b * j->n; }
+static long in_place(const Job *j, int b) { return place(j, j->unequal && j->kind == NODE_ALL_TO_ALL ? (b + j->w->rank) % j->w->size : b); }
+static void set_tables(Job *j) {
+    NodeWindow *w = j->w;
+    int *m = members[j->window], blocks = node_blocks(w, j->kind);
+    for (int b = 0; b < w->size; b++) {
+        j->table[0][b] = (uint64_t)in_place(j, b) * 8, j->table[1][b] = (uint64_t)length(j, m[w->rank], m[b]) * 8;
+        j->table[2][b] = (uint64_t)place(j, b) * 8, j->table[3][b] = (uint64_t)length(j, m[b], m[w->rank]) * 8;
+    }
+    j->op.in_at = blocks > 1 ? j->table[0] : 0, j->op.in_bytes = j->table[1];
+    if (gathers(j->kind)) j->op.out_at = j->table[2], j->op.out_bytes = j->table[3];
+}
 
 static int check(Rank *r, Job *j) {
     NodeWindow *w = j->w;
     int64_t *out = (int64_t *)j->out;
     int *m = members[j->window];
-    for (long i = 0; i < j->n; i++) {
+    if (gathers(j->kind) && (j->kind != NODE_GATHER || w->rank == j->root)) {
+        long k = 0, end = (long)j->out_bytes / 8;
+        for (long at = 0; at < end; at++) { /* and nothing was written between the blocks */
+            int64_t want = (int64_t)0x7777777777777777, got = out[at];
+            for (int q = 0; q < w->size; q++) {
+                long i = at - place(j, q);
+                if (i >= 0 && i < length(j, m[q], m[w->rank])) want = value(j->id, m[q], (j->kind == NODE_ALL_TO_ALL ? w->rank * j->n : 0) + i), k++;
+            }
+            if (want == got) continue;
+            fprintf(stderr, "rank %d: window %d number %lu kind %d style %d n %ld unequal %d at %ld: %lx, not %lx\n", r->rank, j->window, (unsigned long)j->op.number, j->kind, j->style, j->n, j->unequal, at, (long)got, (long)want);
+            return 1;
+        }
+        return 0;
+    }
+    for (long i = 0; i < length(j, m[w->rank], m[w->rank]); i++) {
         int64_t want = 0, got = out[i];
         switch (j->kind) {
         case NODE_ALL_REDUCE:
@@ -84,19 +119,10 @@ static int check(Rank *r, Job *j) {
         case NODE_BROADCAST: want = value(j->id, m[j->root], i); break;
         case NODE_SCATTER: want = value(j->id, m[j->root], w->rank * j->n + i); break;
         case NODE_SHIFT: want = value(j->id, m[((w->rank - j->root) % w->size + w->size) % w->size], i); break;
-        case NODE_BARRIER: return 0;
-        case NODE_GATHER:
-            if (w->rank != j->root) return 0; /* fall through */
-        case NODE_ALL_GATHER:
-        case NODE_ALL_TO_ALL:
-            for (int q = 0; q < w->size; q++) {
-                want = value(j->id, m[q], j->kind == NODE_ALL_TO_ALL ? w->rank * j->n + i : i), got = out[(long)q * j->n + i];
-                if (want != got) goto wrong;
-            }
-            continue;
+       
+        default: return 0;
         }
         if (want == got) continue;
-    wrong:
         fprintf(stderr, "rank %d: window %d number %lu kind %d style %d n %ld at %ld: %ld, not %ld\n", r->rank, j->window, (unsigned long)j->op.number, j->kind, j->style, j->n, i, (long)got, (long)want);
         return 1;
     }
@@ -256,10 +282,11 @@ static void *program(void *arg) {
             Job *j = jobs;
             while (j->live) j++;
             memset(j, 0, sizeof *j);
-            int blocks = node_blocks(w, kind), outs = kind == NODE_ALL_GATHER || kind == NODE_GATHER || kind == NODE_ALL_TO_ALL ? w->size : 1;
+            int blocks = node_blocks(w, kind), outs = gathers(kind) ? w->size : 1;
             j->w = w, j->window = wi, j->live = 1, j->kind = kind, j->style = style, j->n = kind == NODE_BARRIER ? 0 : n, j->id = step;
             j->root = kind == NODE_SHIFT ? (int)((d >> 24) % 5) - 2 : (int)((d >> 24) % (uint64_t)w->size);
-            size_t in_bytes = (size_t)(n * blocks) * 8, out_bytes = (size_t)(n * outs) * 8;
+            if (blocks > 1 || gathers(kind)) j->unequal = (d >> 32) % 8 == 0 ? 2 : (int)((d >> 32) % 2);
+            size_t in_bytes = (size_t)(n * blocks + j->unequal * blocks) * 8, out_bytes = j->out_bytes = (size_t)((n + !!j->unequal) * outs) * 8;
             /* 1: shared on all; 2: remote on all; 3: shared on some; 4: remote on some */
             int s = style == 1 || (style == 3 && rng(&own) % 2) ? NODE_SHARED : (style == 2 || (style == 4 && rng(&own) % 2)) && !threads ? NODE_REMOTE : 0;
             if (n * blocks * 8 <= 1024) s = 0; /* the plan's rule: alike on all */
@@ -272,10 +299,13 @@ static void *program(void *arg) {
                 j->style = style == 1 ? 0 : style;
                 j->in = malloc(in_bytes + 8), j->out = inplace ? j->in : malloc(out_bytes + 8);
             }
-            for (long i = 0; i < n * blocks; i++) ((int64_t *)j->in)[i] = value(step, r->rank, i);
+            if (j->out != j->in) memset(j->out, 0x77, out_bytes);
+            for (int b = 0; b < blocks; b++)
+                for (long i = 0; i < n; i++) ((int64_t *)j->in)[(blocks > 1 ? in_place(j, b) : 0) + i] = value(step, r->rank, b * n + i);
             NodeOp *o = &j->op;
             o->in = j->in, o->out = j->out, o->unit = (uint64_t)j->n * 8, o->fold = sum_i64, o->item = 8;
             o->digest = (uint32_t)mix((uint64_t)kind * 100000u + (uint64_t)n), o->kind = (uint8_t)kind, o->root = (int16_t)j->root, o->source = (uint8_t)s;
+            if (j->unequal) set_tables(j);
             if (s == NODE_SHARED) o->in_place = (uint64_t)(j->in - mine), o->out_place = (uint64_t)(j->out - mine);
             if (s == NODE_REMOTE) o->in_place = (uint64_t)(uintptr_t)j->in, o->out_place = (uint64_t)(uintptr_t)j->out;
             pending++;
