@@ -43,6 +43,8 @@ enum {
     NODE_MAX_RANKS = 256,
     NODE_CHUNK_BYTES = 1 << 15, /* what is read, summed and written while it stays in the cache */
     NODE_RECORDS = 1 << 12,
+    NODE_TEXTS = 64,
+    NODE_TEXT_BYTES = 256,
     NODE_NAP_NS = 1000000,
     NODE_LONGEST_NAP_NS = 20000000,
 };
@@ -88,7 +90,7 @@ typedef struct {
     uint64_t in;     /* offset in a segment, address, slot, or first piece */
     uint64_t out;
     uint32_t in_segment, out_segment;
-    uint32_t digest; /* of this operation alone */
+    node_u32 digest; /* of this operation alone */
     uint8_t source;
     uint8_t pad[19];
     char data[NODE_INLINE_BYTES];
@@ -104,8 +106,10 @@ typedef struct {
         node_u64 refused; /* the number at which it has seen a mismatch */
     } __attribute__((aligned(128))) at;
     node_u64 waiters[NODE_MAX_RANKS / 64] __attribute__((aligned(128))); /* who sleeps until it moves: any sets its bit */
+    node_u32 told[NODE_TEXTS]; /* the digests whose texts are below; 0 while one is written */
     char small[NODE_SMALLS][NODE_SMALL_BYTES] __attribute__((aligned(128)));
     char piece[NODE_PIECES][NODE_PIECE_BYTES];
+    node_u64 text[NODE_TEXTS][NODE_TEXT_BYTES / 8];
 } __attribute__((aligned(4096))) NodeLane;
 
 enum { NODE_HEAD_BYTES = offsetof(NodeLane, small) }; /* zero at first */
@@ -354,7 +358,7 @@ static void node_post(NodeWindow *w) {
         NodeEntry *e = &mine->entry[n % NODE_ENTRIES];
         int blocks = node_blocks(w, o->kind);
         e->source = o->source;
-        e->digest = o->digest;
+        atomic_store_explicit(&e->digest, o->digest, memory_order_relaxed);
         if (o->source == NODE_INLINE || o->source == NODE_SMALL) {
             char *to = o->source == NODE_INLINE ? e->data : mine->small[slot];
             if (o->in_bytes) node_pack(o, to, blocks, 0, o->unit);
@@ -803,6 +807,45 @@ static int node_wait(NodeEngine *e, NodeOp *o) {
     long nap_ns = e->nap_ns, longer = nap_ns * 2 < NODE_LONGEST_NAP_NS ? nap_ns * 2 : NODE_LONGEST_NAP_NS;
     e->nap_ns = node_sleep(e, o, nap_ns) ? NODE_NAP_NS : longer;
     return node_state(o) != 0;
+}
+
+/* Leave the text of a digest (not 0) for a mismatch's message. A look where it is there already; by one thread at a time. */
+static inline void node_tell(NodeWindow *w, uint32_t digest, const char *text, size_t n) {
+    NodeLane *mine = w->lane[w->rank];
+    node_u32 *told = &mine->told[digest % NODE_TEXTS];
+    uint64_t words[NODE_TEXT_BYTES / 8] = {0};
+    if (atomic_load_explicit(told, memory_order_relaxed) == digest) return;
+    memcpy(words, text, n < NODE_TEXT_BYTES ? n : NODE_TEXT_BYTES - 1);
+    atomic_store_explicit(told, 0, memory_order_relaxed);
+    atomic_thread_fence(memory_order_release);
+    for (int i = 0; i < NODE_TEXT_BYTES / 8; i++)
+        atomic_store_explicit(&mine->text[digest % NODE_TEXTS][i], words[i], memory_order_relaxed);
+    atomic_store_explicit(told, digest, memory_order_release);
+}
+
+/* Copy what rank q has told of a digest, and a 0, to `buffer`; false where it is not there, or not any more. */
+static inline int node_told(NodeWindow *w, int q, uint32_t digest, char *buffer, size_t n) {
+    node_u32 *told = &w->lane[q]->told[digest % NODE_TEXTS];
+    uint64_t words[NODE_TEXT_BYTES / 8];
+    if (!digest || !n || atomic_load_explicit(told, memory_order_acquire) != digest) return 0;
+    for (int i = 0; i < NODE_TEXT_BYTES / 8; i++)
+        words[i] = atomic_load_explicit(&w->lane[q]->text[digest % NODE_TEXTS][i], memory_order_relaxed);
+    atomic_thread_fence(memory_order_acquire);
+    if (atomic_load_explicit(told, memory_order_relaxed) != digest) return 0;
+    n = n < NODE_TEXT_BYTES ? n : NODE_TEXT_BYTES;
+    memcpy(buffer, words, n - 1);
+    buffer[n - 1] = 0;
+    return 1;
+}
+
+/* The digest that rank q has posted at a number; 0 where it has not yet, or has written over it. */
+static inline uint32_t node_digest_at(NodeWindow *w, int q, uint64_t number) {
+    NodeEntry *e = node_entry(w, q, number);
+    uint64_t word = atomic_load_explicit(&e->word, memory_order_acquire);
+    uint32_t digest = atomic_load_explicit(&e->digest, memory_order_relaxed);
+    atomic_thread_fence(memory_order_acquire);
+    int stays = word == atomic_load_explicit(&e->word, memory_order_relaxed);
+    return stays && word >> 32 == (number & 0xFFFFFFFFu) ? digest : 0;
 }
 
 /* This rank leaves: what it has posted stays valid, who needs more learns it when its nap ends. */

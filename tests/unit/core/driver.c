@@ -199,14 +199,48 @@ static void *mismatch(void *arg) {
         x[k] = r->rank;
         o[k].in = o[k].out = (char *)&x[k], o[k].unit = 8, o[k].fold = sum_i64, o[k].item = 8, o[k].kind = NODE_ALL_REDUCE;
         o[k].digest = 1 + (k == 29 && r->rank == ranks - 1);
+        node_tell(&r->w[0], o[k].digest, o[k].digest == 1 ? "this" : "that", 4);
         node_start(&r->w[0], &o[k]);
     }
     for (int k = 39; k >= 0; k--) {
         while (!node_wait(r->e, &o[k])) {}
         wrong |= o[k].state != (k < 29 ? NODE_DONE : NODE_MISMATCH) || (k < 29 && x[k] != ranks * (ranks - 1) / 2);
     }
+    /* Each knows of two ranks, at least, that called different things, and which. */
+    int seen = 0;
+    for (int q = 0; q < ranks; q++) {
+        char text[10] = "";
+        uint32_t digest = node_digest_at(&r->w[0], q, 30), of_it = q == ranks - 1 ? 2 : 1;
+        if (digest && (digest != of_it || !node_told(&r->w[0], q, digest, text, 10) || strcmp(text, of_it == 1 ? "this" : "that"))) wrong = 1;
+        wrong |= node_digest_at(&r->w[0], q, 41) || node_digest_at(&r->w[0], q, 29 - NODE_ENTRIES), seen |= (int)digest;
+    }
+    wrong |= seen != 3;
     node_leave(r->e);
     return (void *)wrong;
+}
+
+/* The first rank writes one text over the other; what others read is whole, and of the digest that they asked for. */
+static void *texts(void *arg) {
+    Rank *r = arg;
+    engine(r);
+    node_u32 *last = (node_u32 *)heaps;
+    char text[NODE_TEXT_BYTES + 9], want[NODE_TEXT_BYTES + 9];
+    intptr_t wrong = 0, whole = 0;
+    for (uint32_t k = 1; r->rank == 0 && k <= 100000; k++) {
+        uint32_t digest = 1 + 32 * (k % 31); /* of two places */
+        size_t n = digest % 300;
+        memset(text, 'a' + (int)(digest % 26), n < sizeof text ? n : sizeof text);
+        node_tell(&r->w[0], digest, text, n < sizeof text ? n : sizeof text);
+        atomic_store(last, k == 100000 ? 1 : digest + 1);
+    }
+    while (r->rank && atomic_load(last) != 1) {
+        uint32_t digest = atomic_load(last) - 1;
+        if (!digest || !node_told(&r->w[0], 0, digest, text, sizeof text)) continue;
+        size_t n = digest % 300 < NODE_TEXT_BYTES ? digest % 300 : NODE_TEXT_BYTES - 1;
+        memset(want, 'a' + (int)(digest % 26), n), want[n] = 0;
+        wrong |= strcmp(text, want) != 0, whole++;
+    }
+    return (void *)(wrong | (r->rank && !whole));
 }
 
 /* Two ranks wait for words that are in no window: no bell is lost, though each would sleep for long. */
@@ -348,7 +382,7 @@ int main(int argc, char **argv) {
     int programs = argc > 4 ? atoi(argv[4]) : 100;
     work = program;
     for (int i = 5; i < argc; i++) killer |= !strcmp(argv[i], "kill"), stopper |= !strcmp(argv[i], "stop"), lates |= !strcmp(argv[i], "late"),
-        work = !strcmp(argv[i], "bench") ? bench : !strcmp(argv[i], "mismatch") ? mismatch : !strcmp(argv[i], "bells") ? bells : work, pairing |= !strcmp(argv[i], "pairs");
+        work = !strcmp(argv[i], "bench") ? bench : !strcmp(argv[i], "mismatch") ? mismatch : !strcmp(argv[i], "bells") ? bells : !strcmp(argv[i], "texts") ? texts : work, pairing |= !strcmp(argv[i], "pairs");
     if (pairing) work = pair;
     doors = shared_memory(sizeof(NodeDoor) * (size_t)ranks);
     heaps = shared_memory((size_t)HEAP * (size_t)ranks);

@@ -73,9 +73,10 @@ def test_two_threads_of_each_rank(driver, kind, env):
         assert (done.returncode, done.stdout) == (0, "ok\n"), (seed, done.stderr)
 
 
-def test_no_bell_is_lost(driver):
+@pytest.mark.parametrize("program", ["bells", "texts"])
+def test_no_bell_is_lost_and_no_text_torn(driver, program):
     for kind in ("threads", "procs"):
-        done = driver(kind, 2, 1, 1, "bells")
+        done = driver(kind, 2, 1, 1, program)
         assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
@@ -86,7 +87,11 @@ def test_sanitizers_find_nothing(compiled, sanitizer):
     quiet = ["-Wno-tsan"] if sanitizer == "thread" else []
     path = compiled("driver.c", f"-fsanitize={sanitizer}", "-g", "-O1", *quiet)
     for kind in ["threads", *(["procs"] if sanitizer != "thread" else [])]:
-        for arguments in (["3", "1", "2", "late"], ["2", "1", "2", "pairs"]):
+        for arguments in (
+            ["3", "1", "2", "late"],
+            ["2", "1", "2", "pairs"],
+            ["2", "1", "1", "texts"],
+        ):
             command = ["setarch", "-R", str(path), kind, *arguments]
             env = {"PATH": os.environ["PATH"], "ASAN_OPTIONS": "detect_leaks=0"}
             done = subprocess.run(
