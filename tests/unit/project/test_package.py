@@ -48,6 +48,12 @@ def tracked() -> set[str]:
     return {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
 
 
+def test_nothing_that_is_built_is_in_the_repository():
+    """Cython's C among it, which tools may leave beside the sources."""
+    core = {name for name in tracked() if name.startswith("mpimesh/core/")}
+    assert {Path(name).suffix for name in core} <= {".h", ".pxd", ".pxi", ".py", ".pyi", ".pyx"}
+
+
 def copy_to(folder: Path) -> set[str]:
     """Copy the files of the repository, and nothing that was built; return their names."""
     files = tracked()
