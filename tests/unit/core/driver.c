@@ -401,13 +401,14 @@ int main(int argc, char **argv) {
         for (int q = 0; q < ranks; q++) pthread_create(&t[q], 0, work, &r[q]);
         for (int q = 0; q < ranks; q++) { void *rc; pthread_join(t[q], &rc); bad |= rc != 0; }
     } else {
-        for (int q = 0; q < ranks; q++)
+        for (int q = 0; q < ranks; q++) {
             if (!(pids[q] = fork())) {
                 prctl(PR_SET_PDEATHSIG, SIGKILL);
-                shared_pids[q] = getpid();
                 for (int p = 0; p < ranks; p++) while (!shared_pids[p]) usleep(100);
                 exit((int)(intptr_t)work(&r[q]));
             }
+            shared_pids[q] = pids[q]; /* by the parent: a rank may be killed before its first line */
+        }
         int victim = (int)(mix(seed) % (uint64_t)ranks), left = ranks, lost = 0;
         if (killer) { usleep((useconds_t)(mix(seed + 5) % 60000)); kill(pids[victim], SIGKILL); }
         while (left) {
