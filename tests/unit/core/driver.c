@@ -47,7 +47,8 @@ static int engine(Rank *r) {
         w->engine = e, w->id = (uint32_t)i, w->size = sizes[i], w->rank = -1;
         w->lane = malloc(sizeof(void *) * (size_t)sizes[i]), w->door = malloc(sizeof(void *) * (size_t)sizes[i]);
         w->segment = malloc(sizeof(void *) * (size_t)sizes[i]);
-        w->scratch = malloc((size_t)sizes[i] * NODE_CHUNK_BYTES);
+        w->scratch_bytes = node_scratch_bytes(sizes[i]);
+        w->scratch = malloc((size_t)sizes[i] * w->scratch_bytes);
         int32_t *pid = malloc(4 * (size_t)sizes[i]);
         for (int q = 0; q < sizes[i]; q++) {
             int m = members[i][q];
@@ -243,12 +244,15 @@ static void *texts(void *arg) {
     return (void *)(wrong | (r->rank && !whole));
 }
 
+static uint64_t secret;
+
 /* Two ranks wait for words that are in no window: no bell is lost, though each would sleep for long. */
 static void *bells(void *arg) {
     Rank *r = arg;
     engine(r);
     node_u64 *words = (node_u64 *)heaps, *mine = &words[r->rank * 16], *its = &words[(1 - r->rank) * 16];
     uint64_t s = r->seed + (uint64_t)r->rank;
+    if (!threads) secret = 7 + (uint64_t)r->rank;
     for (uint64_t k = 1; k <= 20000; k++) {
         for (uint64_t i = rng(&s) % 64; i--;) NODE_PAUSE();
         atomic_store(mine, k);
@@ -259,6 +263,14 @@ static void *bells(void *arg) {
             for (uint64_t i = rng(&s) % 256; i--;) NODE_PAUSE();
             if (!node_sleep_since(r->e, 0, 2000000000, bell)) return fprintf(stderr, "rank %d: a lost bell at %lu\n", r->rank, (unsigned long)k), (void *)1;
         }
+    }
+    if (!threads) { /* each has a word of its own at this address, written before the first bell */
+        int pid = shared_pids[1 - r->rank];
+        if (!node_can_read(pid, &secret, 8 - (uint64_t)r->rank) || node_can_read(pid, &secret, 7 + (uint64_t)r->rank) || node_can_read(pid, (void *)8, 0))
+            return fprintf(stderr, "rank %d: does not tell whether it can read\n", r->rank), (void *)1;
+        /* The other one may end now: not before it has been read. */
+        atomic_store(mine, 20001), node_ring_sleeper(&doors[1 - r->rank]);
+        while (atomic_load(its) < 20001) sched_yield();
     }
     /* Nobody rings: the nap is as long as was asked for. */
     uint64_t begin = node_ns();
