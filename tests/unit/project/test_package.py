@@ -33,7 +33,7 @@ def run(folder: Path, *command: str | Path, code: int = 0, **variables: str) -> 
         env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
     )
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout if code == 0 else done.stderr
@@ -77,6 +77,7 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 @pytest.mark.deep
+@pytest.mark.timeout(400)
 def test_sdist_and_wheel(tmp_path):
     clone = tmp_path / "clone"
     files = copy_to(clone)
@@ -109,7 +110,7 @@ def test_sdist_and_wheel(tmp_path):
 
 
 @pytest.mark.deep
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_a_machine_without_a_compiler_builds_by_zig(tmp_path):
     """With a PATH that has nothing: pip brings zig, for the build alone."""
     clone = tmp_path / "clone"
@@ -135,6 +136,7 @@ def test_a_machine_without_a_compiler_builds_by_zig(tmp_path):
 
 
 @pytest.mark.deep
+@pytest.mark.timeout(400)
 def test_what_is_compiled_is_as_new_as_its_sources(tmp_path):
     """Whatever the times of the files say."""
     clone = tmp_path / "clone"
