@@ -1,6 +1,7 @@
 """The compiled part, for a Python that is not too old; all else stands in pyproject.toml."""
 
 import os
+import platform
 import runpy
 import sys
 from pathlib import Path
@@ -33,7 +34,8 @@ class BuildCore(build_ext):
 
     def run(self):
         options = [f"{name}={os.environ[name]}" for name in OPTIONS if os.environ.get(name)]
-        self.note = " ".join([BUILT["digest"](), *options])
+        # The C library, as a checkout may be copied into a container that has an older one.
+        self.note = " ".join([BUILT["digest"](), "".join(platform.libc_ver()), *options])
         built = all(Path(self.in_place(ext)).is_file() for ext in self.extensions)
         self.fresh = built and self.note == BUILT["note"]() and not self.force
         self.force = True
