@@ -24,8 +24,13 @@ HALVES = ("f16", "bf16")
 
 
 @pytest.fixture(scope="module")
-def fold(compiled):
-    return ctypes.CDLL(str(compiled("kernels.c", "-shared", "-fPIC"))).fold
+def kernels(compiled):
+    return ctypes.CDLL(str(compiled("kernels.c", "-shared", "-fPIC")))
+
+
+@pytest.fixture(scope="module")
+def fold(kernels):
+    return kernels.fold
 
 
 def rows_of(dtype, ranks, length, rng):
@@ -106,3 +111,66 @@ def has(dtype, operation):
     if operation == "mean":
         return dtype.kind in "fcV" or dtype == ml_dtypes.bfloat16
     return operation in ("sum", "prod") or dtype.kind != "c"
+
+
+class Box(ctypes.Structure):
+    """An element's bytes, and of each axis its length and its strides: NodeBox of kernels.h."""
+
+    _fields_ = (
+        ("item", ctypes.c_int64),
+        ("ndim", ctypes.c_int),
+        ("shape", ctypes.c_int64 * 64),
+        ("stride_in", ctypes.c_int64 * 64),
+        ("stride_out", ctypes.c_int64 * 64),
+    )
+
+
+def copy_box(kernels, out, array):
+    axes = ctypes.c_int64 * 64
+    box = Box(array.itemsize, out.ndim, axes(*out.shape), axes(*array.strides), axes(*out.strides))
+    target, source = ctypes.c_void_p(out.ctypes.data), ctypes.c_void_p(array.ctypes.data)
+    kernels.copy_box(target, source, ctypes.byref(box))
+
+
+def some_view(shape, dtype, rng):
+    """Return memory, and a view of this shape on it: axes in any order, steps of either sign."""
+    ndim = len(shape)
+    order = rng.permutation(ndim)
+    steps = rng.choice([1, 1, 1, 2, 3, -1, -2], ndim) if rng.random() < 0.7 else np.ones(ndim, int)
+    gaps = rng.integers(0, 3, ndim) if rng.random() < 0.5 else np.zeros(ndim, int)
+    lengths = [
+        shape[axis] * abs(int(step)) + int(gap)
+        for axis, step, gap in zip(order, steps, gaps, strict=True)
+    ]
+    memory = np.frombuffer(rng.bytes(int(np.prod(lengths)) * dtype.itemsize), dtype).reshape(
+        lengths
+    )
+    memory = memory.copy()
+    view = memory
+    for place, (axis, step) in enumerate(zip(order, steps, strict=True)):
+        view = view[
+            (slice(None),) * place + (slice(0, shape[axis] * abs(int(step)), abs(int(step))),)
+        ]
+        view = np.flip(view, place) if step < 0 else view
+    return memory, view.transpose(np.argsort(order)) if ndim else view
+
+
+@pytest.mark.parametrize("item", ["V1", "V2", "V3", "V4", "V8", "V16", "V24"])
+def test_a_copied_box_is_numpys(kernels, item):
+    dtype, rng = np.dtype(item), np.random.default_rng(len(item))
+    for _ in range(300):
+        longest = rng.choice([3, 8, 70])
+        ndim = rng.integers(0, 6 if longest < 70 else 3)
+        shape = tuple(
+            int(length) for length in rng.integers(0 if rng.random() < 0.1 else 1, longest, ndim)
+        )
+        memory, out = some_view(shape, dtype, rng)
+        if ndim and rng.random() < 0.1:  # one element for all along an axis
+            axis = int(rng.integers(ndim))
+            array = some_view((*shape[:axis], 1, *shape[axis + 1 :]), dtype, rng)[1]
+            array = np.broadcast_to(array, shape)
+        else:
+            array = some_view(shape, dtype, rng)[1]
+        copy_box(kernels, out, array)
+        got, out[...] = memory.tobytes(), array
+        assert got == memory.tobytes(), (shape, out.strides, array.strides)
