@@ -304,6 +304,9 @@ class ProgressEngine:
             pending.pop()
         elif request in pending:
             pending.remove(request)
+            for later in pending:
+                if later.after is request:
+                    later.after = None  # it may begin again, and then comes after that one
         if tails.get(chain) is request:
             # A signal handler that waits for something else may have done it meanwhile.
             tails.pop(chain, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,38 @@ def check_results_have_the_dtype_of_the_input_and_not_an_equal_one(comm):
         assert group.all_gather(np.zeros(2, record)).resolve().dtype.type is np.record
         group.all_reduce(np.zeros(2, named)).resolve()
         assert group.all_reduce(np.zeros(2, "i4")).resolve().dtype.metadata is None
+
+
+def check_a_planned_one_starts_again_while_a_later_one_is_under_way(comm):
+    """On the last rank alone: what came between must not wait for what has begun again since."""
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        n, is_last = group.size, group.rank == group.size - 1
+        y = np.ones(3)
+        in_pieces = "MPIMESH_CHUNK_ELEMENTS" in os.environ
+        for size in (1, 1000, 20_000)[: 1 if in_pieces else 3]:
+            x, out = np.ones(size), np.empty(size)
+            plans = [
+                group.all_reduce_init(x, out=out),
+                group.reduce_init(x, out=out),
+                group.reduce_scatter_init(np.ones(size * n), out=out),
+                group.all_gather_init(x),
+                group.gather_init(x),
+                group.all_to_all_init(np.ones(size * n)),
+                group.broadcast_init(x, root=n - 1),
+            ]
+            for plan in plans:
+                for later in (lambda: group.all_reduce(y), lambda: group.broadcast(y, root=n - 1)):
+                    first, between = plan.start(), later()
+                    first.resolve()
+                    if is_last:
+                        again = plan.start()
+                        again.resolve()
+                        between.resolve()
+                    else:
+                        between.resolve()
+                        again = plan.start()
+                        again.resolve()
 
 
 def check_planning_is_local(comm):
