@@ -1,91 +1,287 @@
-"""Random programs: a few operations on random groups, arrays and memory, all under way at once."""
+"""Random programs: a few operations, plain and planned, on overlapping groups, all at once.
+
+A program follows from its number alone, and so do all ranks' inputs: each rank works out by NumPy
+what it must get. To run many, or one that failed::
+
+    mpiexec -n 3 python -m tests.contract.programs FIRST HOW_MANY
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from hypothesis import strategies as st
 
-from tests.contract.cases import ALL, COMPLEX, LAYOUTS, NUMBERS, WRITABLE, output, values
-from tests.contract.flight import Flight
+from tests.contract.cases import (
+    ALL,
+    COMPLEX,
+    FLOATS,
+    HALVES,
+    INTEGERS,
+    LAYOUTS,
+    NUMBERS,
+    WRITABLE,
+    same,
+    values,
+)
+from tests.contract.meshes import mesh_of
 from tests.contract.oracle import cut, joined, reduced
+
+__all__ = ["opened", "program_of", "run", "unlike"]
 
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 MOVEMENTS = ("all_gather", "gather", "scatter", "all_to_all", "broadcast", "from whom", "shift")
-MESSAGES = ("send and recv",)
-GROUPS = ("world", "turned", "rotated", "first and last", "a", "b", "joined")
+OTHERS = ("send and recv", "barrier")
+PLANNED = (*REDUCTIONS, "all_gather", "gather", "all_to_all", "broadcast", "send and recv")
+WITHOUT_AXIS = ("all_reduce", "reduce", "broadcast", "from whom", "shift", "send and recv")
+MEMORIES = ("ordinary", "shared", "mixed")
+BORDERS = (72, 8 << 10, 128 << 10, 256 << 10)
+"""Bytes around which other ways begin."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operation; the numbers are taken modulo what there is.
+    """One operation with its arrays, started once or several times; sizes as for any group.
 
     Attributes:
         kind: Which.
-        group: On which of the groups.
+        group: On which of the groups, modulo how many there are.
         dtype: Of the arrays.
         shape: Of the arrays, but for the axis that is cut.
-        layout: Memory order of the inputs.
+        numbers: ``whole``, small ones; ``wide`` integers, which wrap around; ``real`` ones, whose
+            sums depend on their order; ``special``: NaN, infinities, zeros of both signs.
+        layout: Memory order of the input.
+        memory: Where it lies: in ordinary memory, shared memory, or on every second rank in shared.
+        out: Memory order of the output, ``x`` for the input itself; None for a new one.
+        out_memory: Where that lies.
         axis: The axis that is cut or joined.
         other_axis: The second axis of an all-to-all.
         sizes: Blocks along the axis, cyclically; None for equal ones.
         root: The root, or how far a shift goes.
         op: The reduction.
-        out: Memory order of the output; None for a new one.
+        planned: Whether it is planned once; if not, each start is a call.
+        again: Whether all calls have the same arrays.
+        starts: How often it is started.
     """
 
     kind: str
-    group: str
+    group: int
     dtype: Any
     shape: tuple[int, ...]
+    numbers: str
     layout: str
+    memory: str
+    out: str | None
+    out_memory: str
     axis: int
     other_axis: int
     sizes: tuple[int, ...] | None
     root: int
     op: str
-    out: str | None
+    planned: bool
+    again: bool
+    starts: int
 
 
-@st.composite
-def steps(draw: Any) -> Step:
-    """Draw one operation that is right."""
-    kind = draw(st.sampled_from(REDUCTIONS + MOVEMENTS + MESSAGES))
-    dtype = draw(st.sampled_from(NUMBERS if kind in REDUCTIONS else ALL))
-    ops = ["sum", "prod"]
-    if dtype not in COMPLEX:
-        ops += ["min", "max"]
-    if dtype.kind in "fc":
+@dataclass(frozen=True)
+class Program:
+    """Steps, and bursts of starts; inside a burst each rank has an order of its own over groups."""
+
+    number: int
+    steps: list[Step]
+    bursts: list[list[tuple[int, int]]]
+
+
+def program_of(number: int, most_bytes: int = 1 << 62) -> Program:
+    """Draw a program; arrays of a rank have about `most_bytes` at most."""
+    rng = random.Random(number)
+    steps = [_step(rng, most_bytes) for _ in range(rng.randint(1, 6))]
+    waiting = [place for place, step in enumerate(steps) for _ in range(step.starts)]
+    rng.shuffle(waiting)
+    bursts: list[list[tuple[int, int]]] = [[]]
+    started = [0] * len(steps)
+    for place in waiting:
+        if place in [other for other, _ in bursts[-1]] or rng.random() < 0.4:
+            bursts.append([])
+        bursts[-1].append((place, started[place]))
+        started[place] += 1
+    return Program(number, steps, bursts)
+
+
+def _step(rng: random.Random, most_bytes: int) -> Step:
+    kind = rng.choice(REDUCTIONS + MOVEMENTS + OTHERS)
+    dtype = rng.choice(NUMBERS if kind in REDUCTIONS else ALL)
+    if kind in REDUCTIONS and rng.random() < 0.05:
+        dtype = np.dtype(bool)
+    ops = ["min", "max"] if dtype not in COMPLEX else []
+    if dtype.kind != "b":
+        ops += ["sum", "sum", "prod"]
+    if dtype in FLOATS + HALVES + COMPLEX:
         ops.append("mean")
-    shape = tuple(draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
+    op = rng.choice(ops) if kind in REDUCTIONS else ""
+    planned = kind in PLANNED and rng.random() < 0.5
+    again = planned or rng.random() < 0.5
+    memory = rng.choice(MEMORIES)
+    shape = _shape(rng, kind, dtype, most_bytes)
     return Step(
         kind=kind,
-        group=draw(st.sampled_from(GROUPS)),
+        group=rng.randrange(100),
         dtype=dtype,
         shape=shape,
-        layout=draw(st.sampled_from([*LAYOUTS])),
-        axis=draw(st.integers(-len(shape), len(shape) - 1)),
-        other_axis=draw(st.integers(-len(shape), len(shape) - 1)),
-        sizes=draw(st.none() | st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple)),
-        root=draw(st.integers(0, 9)),
-        op=draw(st.sampled_from(ops)),
-        out=draw(st.none() | st.sampled_from(WRITABLE)),
+        numbers=rng.choice(_numbers_of(dtype)),
+        layout=rng.choice(WRITABLE if again or memory != "ordinary" else [*LAYOUTS]),
+        memory=memory,
+        out=rng.choice([None, "x", "plain", rng.choice(WRITABLE)]),
+        out_memory=rng.choice(MEMORIES),
+        axis=rng.randrange(-len(shape), len(shape)) if shape else 0,
+        other_axis=rng.randrange(-len(shape), len(shape)) if shape else 0,
+        sizes=rng.choice([None, tuple(rng.choices(range(4), k=rng.randint(1, 3)))]),
+        root=rng.randrange(10),
+        op=op,
+        planned=planned,
+        again=again,
+        starts=rng.choice([1, 1, 2, 3]),
     )
 
 
-programs = st.lists(steps(), min_size=1, max_size=5)
+def _shape(rng: random.Random, kind: str, dtype: Any, most_bytes: int) -> tuple[int, ...]:
+    """Return a small shape of any kind, or one about as large as a border."""
+    if rng.random() < 0.6:
+        least = 0 if kind in WITHOUT_AXIS else 1
+        return tuple(rng.choices(range(5), k=rng.randint(least, 3)))
+    (border,) = rng.choices(BORDERS, [60, 30, 8, 2])
+    count = max(1, min(border, most_bytes) // dtype.itemsize + rng.randint(-1, 1))
+    return rng.choice([(count,), (count, 1), (-(-count // 3), 3)])
 
 
-def run(groups: list[Any], program: list[Step], seed: int) -> None:
-    """Start all operations of a program that this rank takes part in, resolve them, compare."""
-    flight = Flight(seed)
-    mine = {group.name: group for group in groups}
-    for place, step in enumerate(program):
-        if step.group in mine:
-            _STARTS[step.kind](flight, mine[step.group], step, place)
-    flight.land()
+def _numbers_of(dtype: Any) -> list[str]:
+    if dtype in INTEGERS:
+        return ["whole", "wide"]
+    if dtype in COMPLEX:
+        return ["whole", "real"]
+    if dtype in FLOATS or dtype in HALVES[:3]:  # the rest has no infinity
+        return ["whole", "real", "special"]
+    return ["whole"]
+
+
+# -- what the ranks put in, and what must come out ------------------------------------------------
+
+
+def _input(step: Step, rank: int, shape: tuple[int, ...], seed: int) -> Any:
+    """Return what a rank puts in, which any rank can work out."""
+    if step.numbers == "whole":
+        return values(rank, shape, step.dtype, seed)
+    rng = np.random.default_rng([rank, seed, *shape])
+    if step.numbers == "wide":
+        bounds = np.iinfo(step.dtype)
+        wide = rng.integers(bounds.min, bounds.max, shape, step.dtype.newbyteorder("="), True)
+        return np.asarray(wide).astype(step.dtype)
+    if step.numbers == "special":
+        numbers = rng.choice([-2.0, -1.0, -0.0, -0.0, 0.0, 1.0, 2.0, -np.inf, np.inf], shape)
+        return np.asarray(np.where(rng.random(shape) < 0.1, np.nan, numbers)).astype(step.dtype)
+    real = rng.standard_normal(shape) * 10.0 ** rng.integers(-1, 2, shape)
+    if step.dtype in COMPLEX:
+        return np.asarray(real + 1j * rng.standard_normal(shape)).astype(step.dtype)
+    return np.asarray(real).astype(step.dtype)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A step on this rank of a group.
+
+    Attributes:
+        shapes: Of all ranks' inputs.
+        result: What this rank must get, of all ranks' inputs.
+        options: The arguments of the call.
+        gives: Whether this rank has an input.
+        gets: Whether it gets a result, so that it may have an output.
+    """
+
+    shapes: Sequence[tuple[int, ...]]
+    result: Callable[[list[Any]], Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    gives: bool = True
+    gets: bool = True
+
+
+def _form(step: Step, group: Any) -> Form:
+    me, n, kind, axis = group.rank, group.size, step.kind, step.axis
+    root, alike = step.root % n, [step.shape] * n
+    sizes = [step.sizes[rank % len(step.sizes)] for rank in range(n)] if step.sizes else None
+    if kind == "barrier":
+        return Form([()] * n, lambda inputs: None, gives=False, gets=False)
+    if kind in ("all_reduce", "reduce"):
+        options = {"op": step.op} | ({"root": root} if kind == "reduce" else {})
+        gets = kind == "all_reduce" or me == root
+        return Form(alike, lambda xs: reduced(xs, step.op) if gets else None, options, gets=gets)
+    if kind in ("broadcast", "from whom"):
+        options = {"root": root if kind == "broadcast" else None}
+        gives = kind == "broadcast" or me == root
+        return Form(alike, lambda xs: np.array(xs[root]), options, gives=gives)
+    if kind == "shift":
+        offset, wrap = step.root - 4, step.sizes is None
+        shapes = [_resized(step, step.shape[axis] + r) if step.shape else () for r in range(n)]
+        source = me - offset
+        inside = wrap or 0 <= source < n
+        return Form(
+            shapes,
+            lambda xs: np.array(xs[source % n]) if inside else None,
+            {"offset": offset, "wrap": wrap},
+            gets=False,
+        )
+    if kind == "send and recv":
+        offset = 1 + step.root % max(1, n - 1)
+        return Form(
+            alike,
+            lambda xs: np.array(xs[(me - offset) % n]),
+            {"dest": (me + offset) % n, "source": (me - offset) % n},
+        )
+    blocks = sizes or [step.shape[axis]] * n
+    whole = [_resized(step, sum(blocks))] * n
+    options = {"axis": axis, "sizes": sizes}
+    if kind == "reduce_scatter":
+        options["op"] = step.op
+        return Form(whole, lambda xs: cut(reduced(xs, step.op), axis, blocks)[me], options)
+    if kind in ("all_gather", "gather"):
+        options |= {"root": root} if kind == "gather" else {}
+        gets = kind == "all_gather" or me == root
+        shapes = [_resized(step, size) for size in blocks]
+        return Form(shapes, lambda xs: joined(xs, axis) if gets else None, options, gets=gets)
+    if kind == "scatter":
+        options["root"] = root
+        return Form(whole, lambda xs: cut(xs[root], axis, blocks)[me], options, gives=me == root)
+    return _all_to_all(step, group, blocks)
+
+
+def _all_to_all(step: Step, group: Any, rows: list[int]) -> Form:
+    """All cut `axis` alike; along another axis each brings a number of its own."""
+    me, n, ndim = group.rank, group.size, len(step.shape)
+    along_one = step.axis % ndim == step.other_axis % ndim
+    shapes, columns = [], []
+    for rank in range(n):
+        shape = list(_resized(step, sum(rows)))
+        if not along_one and step.sizes is not None:
+            shape[step.other_axis] = (rank + step.root) % 4
+        shapes.append(tuple(shape))
+        columns.append(shape[step.other_axis])
+    options = {
+        "split_axis": step.axis,
+        "concat_axis": step.other_axis,
+        "sizes": None if step.sizes is None else rows,
+        "recv_sizes": [rows[me]] * n if along_one else columns,
+    }
+    return Form(
+        shapes,
+        lambda xs: joined([cut(x, step.axis, rows)[me] for x in xs], step.other_axis),
+        options,
+    )
 
 
 def _resized(step: Step, size: int) -> tuple[int, ...]:
@@ -94,159 +290,298 @@ def _resized(step: Step, size: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _sizes(step: Step, group: Any) -> list[int]:
-    if step.sizes is None:
-        return [step.shape[step.axis]] * group.size
-    return [step.sizes[rank % len(step.sizes)] for rank in range(group.size)]
+def _compare(step: Step, got: Any, inputs: list[Any], expected: Any) -> None:
+    """Fail unless `got` is what NumPy has, sums of real numbers within their rounding."""
+    if expected is None or step.kind not in REDUCTIONS or step.numbers != "real":
+        same(got, expected, step)
+        if expected is not None and (step.dtype in FLOATS or step.dtype in HALVES):
+            _compare_zeros(step, got, inputs, expected)
+        return
+    assert got.shape == expected.shape, step
+    assert got.dtype == expected.dtype, step
+    wide = np.clongdouble if step.dtype in COMPLEX else np.longdouble
+    with np.errstate(all="ignore"):
+        size: list[Any] = [abs(np.asarray(x).astype(wide)) for x in inputs]
+        bound = np.prod(size, axis=0) if step.op == "prod" else np.sum(size, axis=0)
+        half = step.dtype in HALVES
+        rounding = 4 * len(inputs) * _eps(np.dtype("f4") if half else step.dtype) * bound
+        if step.kind == "reduce_scatter":
+            rounding = np.max(rounding, initial=0.0)
+        rounding = rounding + abs(expected.astype(wide)) * _eps(step.dtype)
+        near = abs(got.astype(wide) - expected.astype(wide)) <= rounding
+    assert np.all(near | (got == expected)), f"{step}: got\n{got}\nnot\n{expected}"
 
 
-def _inputs(step: Step, group: Any, shapes: list[tuple[int, ...]], seed: int) -> list[Any]:
-    make = LAYOUTS["plain" if step.layout == "list" else step.layout]
+def _compare_zeros(step: Step, got: Any, inputs: list[Any], expected: Any) -> None:
+    """Fail unless zeros have their sign; which zero is the smaller one nobody says."""
+    if step.op in ("min", "max") or step.kind == "reduce_scatter":
+        return
+    minus = np.signbit(expected)
+    if step.op in ("sum", "mean"):  # NumPy adds all to a zero
+        minus = np.logical_and.reduce([np.signbit(x) for x in map(np.asarray, inputs)])
+    zero = expected == 0
+    assert np.array_equal(np.signbit(got) & zero, minus & zero), f"{step}: the sign of a zero"
+
+
+def _eps(dtype: Any) -> float:
+    return 2.0**-7 if dtype.kind == "V" else np.finfo(dtype.newbyteorder("=")).eps
+
+
+def _digest(x: Any, *, nan_bits: bool) -> int:
+    """Return what arrays of the same bits have in common; one NaN is as any other if not that."""
+    flat = np.array(x).reshape(-1)
+    if not nan_bits:
+        flat[flat != flat] = np.nan
+    if flat.dtype.char in "gG" and flat.size:  # which has bytes that are no part of the number
+        flat = np.ascontiguousarray(flat.view("g").reshape(-1, 1).view(np.uint8)[:, :10])
+    return zlib.crc32(flat.view(np.uint8).data)
+
+
+# -- running --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def opened(comm: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Collective: open a mesh, and its groups that overlap, turn, and have the same ranks."""
+    with mesh_of(comm) as mesh:
+        ranks = list(range(mesh.world_size))
+        mesh.add_group("turned", ranks[::-1])
+        mesh.add_group("rotated", ranks[1:] + ranks[:1])
+        mesh.add_group("twin", ranks)
+        mesh.add_group("first and last", sorted({ranks[-1], 0}, reverse=True))
+        mesh.add_group("but the last", ranks[:-1] or ranks)
+        mesh.add_group("but the first", ranks[1:] or ranks)
+        yield mesh, [mesh.get_group(name) for name in mesh.group_names]
+
+
+class _Task:
+    """A step on this rank, with its arrays."""
+
+    def __init__(self, mesh: Any, group: Any, step: Step, seed: int) -> None:
+        self.mesh, self.group, self.step, self.seed = mesh, group, step, seed
+        side, settings = group.communicator, mesh._core.context.settings
+        in_a_node = settings.node_shared == "always" and not side.nodes
+        self.shared = in_a_node or side.kind == "virtual"
+        self.form = _form(step, group)
+        self.handles: list[Any] = []
+        self.x: Any = None
+        self.out: Any = None
+        self.plans: list[Any] = []
+        self.inputs: list[Any] = []
+        self.expected: Any = None
+        self.kept: list[tuple[Any, Any]] = []
+        self.digests: dict[int, int] = {}
+        self.number = 0
+
+    @property
+    def in_place(self) -> bool:
+        return self.out is not None and self.out is self.x
+
+    def start(self, number: int) -> None:
+        step, form, group = self.step, self.form, self.group
+        # A list has no dtype. Those that can be written are filled with the values as they are.
+        is_plain = step.layout == "list" or step.layout in WRITABLE
+        make = LAYOUTS["plain" if is_plain else step.layout]
+        self.number = number
+        self.inputs = [
+            make(_input(step, rank, shape, self.seed + number))
+            for rank, shape in zip(group.ranks, form.shapes, strict=True)
+        ]
+        self.expected = form.result([np.array(x) for x in self.inputs])
+        if self.x is None or not step.again:
+            self._allocate()
+        if self.out is not None:
+            self.out[...] = np.zeros((), step.dtype)
+        if form.gives and step.layout in WRITABLE:
+            self.x[...] = self.inputs[group.rank]
+        self.handles = self._begin()
+
+    def _allocate(self) -> None:
+        step, form, group = self.step, self.form, self.group
+        mine = self.inputs[group.rank]
+        if step.layout in WRITABLE:
+            self.x = self._placed(step.layout, mine.shape, step.memory) if form.gives else None
+        else:
+            self.x = mine if form.gives else None
+        self.out = None
+        if step.out is None or not form.gets or self.expected is None:
+            return
+        if step.out != "x":
+            self.out = self._placed(step.out, self.expected.shape, step.out_memory)
+        elif (
+            form.gives
+            and step.layout in WRITABLE
+            and self.x.shape == self.expected.shape
+            and step.kind != "send and recv"
+        ):
+            self.out = self.x
+
+    def _placed(self, layout: str, shape: tuple[int, ...], memory: str) -> Any:
+        """Return an array of this memory order, in memory that is shared or not."""
+        is_shared = memory == "shared" or (memory == "mixed" and self.mesh.rank % 2 == 1)
+        empty: Callable[..., Any] = self.mesh.shared_empty if is_shared else np.empty
+        dtype = self.step.dtype
+        if layout == "fortran":
+            return empty(shape[::-1], dtype).T
+        if layout == "backwards":
+            return empty(shape, dtype)[(..., *[slice(None, None, -1)] * len(shape))]
+        if layout == "sliced":
+            wide = empty([2 * size + 1 for size in shape], dtype)
+            return wide[(..., *[slice(1, None, 2)] * len(shape))]
+        if layout == "unaligned":
+            size = int(np.prod(shape)) * dtype.itemsize
+            return empty(size + 1, np.uint8)[1:].view(dtype).reshape(shape)
+        return empty(shape, dtype)
+
+    def _begin(self) -> list[Any]:
+        step, group, options = self.step, self.group, self.form.options
+        if step.kind == "barrier":
+            return [group.start_barrier()]
+        if step.kind == "send and recv":
+            return self._begin_messages(options["dest"], options["source"])
+        if step.kind == "shift":
+            return [group.shift(self.x, **options)]
+        name = "broadcast" if step.kind == "from whom" else step.kind
+        if not step.planned:
+            return [getattr(group, name)(self.x, out=self.out, **options)]
+        if not self.plans:
+            self.plans = [getattr(group, f"{name}_init")(self.x, out=self.out, **options)]
+        return [self.plans[0].start()]
+
+    def _begin_messages(self, dest: int, source: int) -> list[Any]:
+        group, tag = self.group, self.seed % 1000
+        if group.size == 1:
+            return []
+        if not self.step.planned:
+            return [group.send(self.x, dest, tag=tag), group.recv(source, out=self.out, tag=tag)]
+        if self.out is None:
+            self.out = np.empty(self.expected.shape, self.step.dtype)
+        if not self.plans:
+            self.plans = [
+                group.send_init(self.x, dest, tag=tag),
+                group.recv_init(self.out, source, tag=tag),
+            ]
+        return [plan.start() for plan in self.plans]
+
+    def finish(self, rng: random.Random) -> None:
+        """Resolve, compare, and spoil the arrays, which nobody may look at any more."""
+        handles, self.handles = self.handles, []
+        if not handles:
+            return
+        step, me = self.step, self.group.rank
+        rng.shuffle(handles)
+        results = []
+        for handle in handles:
+            if rng.random() < 0.2:
+                handle.done()
+            results.append(handle.resolve())
+            assert handle.resolve() is results[-1], f"{step}: a second resolve() gave another"
+        got = next((one for one in results if one is not None), None)
+        _compare(step, got, self.inputs, self.expected)
+        if self.out is not None:
+            assert got is self.out, f"{step}: out= was not returned"
+        elif got is not None and not step.planned:
+            self.kept.append((got, got.copy()))
+        if step.kind == "all_reduce":
+            # MPI's own sums promise less.
+            nan_bits = self.shared or step.op in ("min", "max") or step.numbers != "special"
+            self.digests[self.number] = _digest(got, nan_bits=nan_bits)
+        if self.form.gives and step.kind != "barrier":
+            if not self.in_place:
+                same(np.array(self.x), np.array(self.inputs[me]), f"the input of {step}")
+            if step.layout in WRITABLE:
+                self.x[...] = values(0, (), step.dtype, 1)
+        if self.out is not None:
+            self.out[...] = values(0, (), step.dtype, 1)
+
+    def over(self) -> None:
+        for got, copy in self.kept:
+            same(got, copy, f"a result that was resolved before, of {self.step}")
+
+
+def run(mesh: Any, groups: list[Any], program: Program) -> tuple[list[str], dict[Any, int]]:
+    """Run a program, also where something is wrong. Collective.
+
+    Returns:
+        What was wrong, and digests of results that must be alike on all ranks that have them.
+    """
+    rng = random.Random(f"{program.number} on {mesh.rank}")
+    tasks: dict[int, _Task] = {}
+    for place, step in enumerate(program.steps):
+        group = groups[step.group % len(groups)]
+        if group.rank is not None:
+            tasks[place] = _Task(mesh, group, step, 1000 * program.number + 10 * place)
+    problems: list[str] = []
+
+    def finish(task: _Task) -> None:
+        try:
+            task.finish(rng)
+        except AssertionError as error:
+            problems.append(f"program {program.number}, rank {mesh.rank}: {error}")
+
+    for burst in program.bursts:
+        if rng.random() < 0.1:
+            time.sleep(0.0005)
+        for place, number in _own_order(rng, tasks, burst):
+            finish(tasks[place])
+            tasks[place].start(number)
+        for task in rng.sample([*tasks.values()], rng.randint(0, len(tasks))):
+            finish(task)
+    for task in rng.sample([*tasks.values()], len(tasks)):
+        finish(task)
+        try:
+            task.over()
+        except AssertionError as error:
+            problems.append(f"program {program.number}, rank {mesh.rank}: {error}")
+    digests = {
+        (program.number, place, number, tuple(task.group.ranks)): digest
+        for place, task in tasks.items()
+        for number, digest in task.digests.items()
+    }
+    return problems, digests
+
+
+def _own_order(
+    rng: random.Random, tasks: dict[int, _Task], burst: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Return the starts of a burst in an order of this rank's own, of the same ranks in theirs."""
+    queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for start in burst:
+        if start[0] in tasks:
+            queues.setdefault(tuple(tasks[start[0]].group.ranks), []).append(start)
+    turns = [ranks for ranks, queue in queues.items() for _ in queue]
+    rng.shuffle(turns)
+    return [queues[ranks].pop(0) for ranks in turns]
+
+
+def unlike(digests: Sequence[dict[Any, int]]) -> list[str]:
+    """Return the results that have other bits on other ranks."""
+    found: dict[Any, set[int]] = {}
+    for of_rank in digests:
+        for key, digest in of_rank.items():
+            found.setdefault(key, set()).add(digest)
     return [
-        make(values(rank, shape, step.dtype, seed))
-        for rank, shape in zip(group.ranks, shapes, strict=True)
+        f"program {number}: the ranks {ranks} have other bits of step {place}, start {start}"
+        for (number, place, start, ranks), several in found.items()
+        if len(several) > 1
     ]
 
 
-def _out(step: Step, expected: Any, *, here: bool = True) -> Any:
-    if step.out is None or not here:
-        return None
-    return output(step.out, expected.shape, step.dtype)
+def main(first: int, count: int) -> None:
+    """Run programs under mpiexec; rank 0 prints what was wrong, and each thousandth number."""
+    from mpi4py import MPI  # late: virtual ranks need none
+
+    comm, failed = MPI.COMM_WORLD, 0
+    with opened(comm) as (mesh, groups):
+        for number in range(first, first + count):
+            found = comm.allgather(run(mesh, groups, program_of(number)))
+            problems = [text for texts, _ in found for text in texts]
+            problems += unlike([digests for _, digests in found])
+            failed += bool(problems)
+            if comm.rank == 0 and (problems or number % 1000 == 999):
+                print(problems[0] if problems else number, flush=True)
+    sys.exit(failed > 0)
 
 
-def _all_reduce(flight: Flight, group: Any, step: Step, seed: int) -> None:
-    inputs = _inputs(step, group, [step.shape] * group.size, seed)
-    expected = reduced(inputs, step.op)
-    out = _out(step, expected)
-    handle = group.all_reduce(inputs[group.rank], step.op, out=out)
-    flight.add(handle, expected, (step, group), into=out)
-
-
-def _reduce(flight: Flight, group: Any, step: Step, seed: int) -> None:
-    root = step.root % group.size
-    inputs = _inputs(step, group, [step.shape] * group.size, seed)
-    expected = reduced(inputs, step.op)
-    out = _out(step, expected, here=group.rank == root)
-    handle = group.reduce(inputs[group.rank], step.op, root=root, out=out)
-    flight.add(handle, expected if group.rank == root else None, (step, group), into=out)
-
-
-def _reduce_scatter(flight: Flight, group: Any, step: Step, seed: int) -> None:
-    sizes = _sizes(step, group)
-    inputs = _inputs(step, group, [_resized(step, sum(sizes))] * group.size, seed)
-    expected = cut(reduced(inputs, step.op), step.axis, sizes)[group.rank]
-    out = _out(step, expected)
-    given = None if step.sizes is None else sizes
-    handle = group.reduce_scatter(inputs[group.rank], step.op, axis=step.axis, sizes=given, out=out)
-    flight.add(handle, expected, (step, group), into=out)
-
-
-def _all_gather(flight: Flight, group: Any, step: Step, seed: int) -> None:
-    sizes = _sizes(step, group)
-    inputs = _inputs(step, group, [_resized(step, size) for size in sizes], seed)
-    expected = joined(inputs, step.axis)
-    out = _out(step, expected)
-    given = None if step.sizes is None else sizes
-    handle = group.all_gather(inputs[group.rank], axis=step.axis, sizes=given, out=out)
-    flight.add(handle, expected, (step, group), into=out)
-
-
-def _gather(flight: Flight, group: Any, step: Step, seed: int) -> None:
-    root, sizes = step.root % group.size, _sizes(step, group)
-    inputs = _inputs(step, group, [_resized(step, size) for size in sizes], seed)
-    expected = joined(inputs, step.axis)
-    out = _out(step, expected, here=group.rank == root)
-    given = None if step.sizes is None else sizes
-    handle = group.gather(inputs[group.rank], root=root, axis=step.axis, sizes=given, out=out)
-    flight.add(handle, expected if group.rank == root else None, (step, group), into=out)
-
-
-def _scatter(flight: Flight, group: Any, step: Step, seed: int) -> None:
-    root, sizes = step.root % group.size, _sizes(step, group)
-    (whole,) = _inputs(step, group, [_resized(step, sum(sizes))] * group.size, seed)[root:][:1]
-    expected = cut(whole, step.axis, sizes)[group.rank]
-    out = _out(step, expected)
-    given = None if step.sizes is None else sizes
-    x = whole if group.rank == root else None
-    handle = group.scatter(x, root=root, axis=step.axis, sizes=given, out=out)
-    flight.add(handle, expected, (step, group), into=out)
-
-
-def _all_to_all(flight: Flight, group: Any, step: Step, seed: int) -> None:
-    me, n, ndim = group.rank, group.size, len(step.shape)
-    rows = _sizes(step, group)
-    shapes = [list(_resized(step, sum(rows))) for _ in range(n)]
-    along_one = step.axis % ndim == step.other_axis % ndim
-    columns = [step.root % 3 + source % 2 for source in range(n)]
-    if not along_one:
-        for source in range(n):
-            shapes[source][step.other_axis] = columns[source]
-    inputs = _inputs(step, group, [tuple(shape) for shape in shapes], seed)
-    expected = joined([cut(x, step.axis, rows)[me] for x in inputs], step.other_axis)
-    out = _out(step, expected)
-    handle = group.all_to_all(
-        inputs[me],
-        split_axis=step.axis,
-        concat_axis=step.other_axis,
-        sizes=None if step.sizes is None else rows,
-        recv_sizes=[rows[me]] * n if along_one else columns,
-        out=out,
-    )
-    flight.add(handle, expected, (step, group), into=out)
-
-
-def _broadcast(flight: Flight, group: Any, step: Step, seed: int) -> None:
-    root = step.root % group.size
-    inputs = _inputs(step, group, [step.shape] * group.size, seed)
-    expected = np.array(inputs[root])
-    out = _out(step, expected)
-    handle = group.broadcast(inputs[group.rank], root=root, out=out)
-    flight.add(handle, expected, (step, group), into=out)
-
-
-def _from_whom(flight: Flight, group: Any, step: Step, seed: int) -> None:
-    sender = step.root % group.size
-    inputs = _inputs(step, group, [step.shape] * group.size, seed)
-    expected = np.array(inputs[sender])
-    out = _out(step, expected)
-    x = inputs[sender] if group.rank == sender else None
-    flight.add(group.broadcast(x, root=None, out=out), expected, (step, group), into=out)
-
-
-def _shift(flight: Flight, group: Any, step: Step, seed: int) -> None:
-    offset, wrap = step.root - 4, step.sizes is None
-    sizes = [step.shape[step.axis] + rank for rank in range(group.size)]
-    inputs = _inputs(step, group, [_resized(step, size) for size in sizes], seed)
-    source = group.rank - offset
-    inside = wrap or 0 <= source < group.size
-    expected = np.array(inputs[source % group.size]) if inside else None
-    flight.add(group.shift(inputs[group.rank], offset, wrap=wrap), expected, (step, group))
-
-
-def _send_and_recv(flight: Flight, group: Any, step: Step, seed: int) -> None:
-    if group.size == 1:
-        return
-    offset = 1 + step.root % (group.size - 1)
-    dest, source = (group.rank + offset) % group.size, (group.rank - offset) % group.size
-    shape = tuple(size * (1 + 30 * (step.sizes is None)) for size in step.shape)
-    inputs = _inputs(step, group, [shape] * group.size, seed)
-    expected = np.array(inputs[source])
-    out = _out(step, expected)
-    flight.add(group.send(inputs[group.rank], dest, tag=seed), None, (step, group))
-    handle = group.recv(source, out=out, tag=seed)
-    flight.add(handle, expected, (step, group), into=out)
-
-
-_STARTS = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
-    "from whom": _from_whom,
-    "shift": _shift,
-    "send and recv": _send_and_recv,
-}
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
 
-from tests.contract.meshes import groups_of
-from tests.contract.programs import programs, run
-from tests.helpers.depth import deep, examples
+from mpimesh.runtime.world import current_world
+from tests.contract.programs import opened, program_of, run, unlike
+from tests.contract.shared_memory import node_of
+from tests.helpers.depth import deep_but, examples
+
+MODES = {
+    "auto": {},
+    "messages": {"MPIMESH_NODE_SHARED": "never"},
+    "shared": {"MPIMESH_NODE_SHARED": "always"},
+    "checked": {"MPIMESH_NODE_SHARED": "always", "MPIMESH_CHECKS": "1"},
+    "pieces of 7": {"MPIMESH_CHUNK_ELEMENTS": "7"},
+    "shared, a small stage": {"MPIMESH_NODE_SHARED": "always", "MPIMESH_CHUNK_ELEMENTS": "7"},
+    "two levels": {"MPIMESH_NODE_SHARED": "always", "MPIMESH_NODE_RANKS": "2"},
+}
 
 
 @pytest.mark.scaled
-@pytest.mark.parametrize("chunk", ["0", *deep("7")])
-@pytest.mark.parametrize("checks", ["0", "1"])
-def test_random_programs(comm, chunk, checks, monkeypatch):
-    monkeypatch.setenv("MPIMESH_CHECKS", checks)
-    monkeypatch.setenv("MPIMESH_CHUNK_ELEMENTS", chunk)
-    with groups_of(comm, many=True) as groups:
-
-        @given(program=programs, seed=st.integers(0, 99))
-        @settings(
-            max_examples=examples(12 if comm.size > 4 else 25),
-            suppress_health_check=list(HealthCheck),
-        )
-        def on_all_ranks(program, seed):
-            problem = None
-            try:
-                run(groups, program, seed + comm.rank)
-            except AssertionError as error:
-                problem = error
-            # Hypothesis must see the same outcome on all ranks, or they draw different examples.
-            problems = [text for text in comm.allgather(problem and str(problem)) if text]
+@pytest.mark.parametrize("mode", deep_but(MODES, "auto", "shared", "checked"))
+def test_random_programs(comm, mode, monkeypatch):
+    for variable, value in MODES[mode].items():
+        monkeypatch.setenv(variable, value)
+    if mode == "two levels":
+        # Which ranks are a node is found out with the first mesh of a process.
+        monkeypatch.setattr(current_world(), "node", node_of(comm.rank // 2))
+    most_bytes = 2 << 10 if "MPIMESH_CHUNK_ELEMENTS" in MODES[mode] else 1 << 20
+    count = examples(20 if comm.size > 4 else 60)
+    first = 100_000 * [*MODES].index(mode)
+    with opened(comm) as (mesh, groups):
+        for number in range(first, first + count):
+            found = comm.allgather(run(mesh, groups, program_of(number, most_bytes)))
+            problems = [text for texts, _ in found for text in texts]
+            problems += unlike([digests for _, digests in found])
             assert not problems, problems[0]
-
-        on_all_ranks()
