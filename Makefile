@@ -271,5 +271,5 @@ examples: $(VENV)/.examples
 
 clean:
 	rm -f mpimesh/core/*.so mpimesh/core/built.*.txt
-	rm -rf $(VENV) $(VENV_OPENMPI) .torch .cupy .ucx out docs/reference/generated build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OPENMPI) .torch .cupy .ucx out docs/reference/generated build cython_debug dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
