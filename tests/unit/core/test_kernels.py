@@ -80,6 +80,15 @@ def expected(name, operation, rows):
         return total.astype(dtype)
 
 
+def folded(fold, name, operation, rows):
+    """Fold by compiled code; None where it has no such operation."""
+    out = np.zeros(len(rows[0]), rows[0].dtype)
+    places = (ctypes.c_void_p * len(rows))(*(row.ctypes.data for row in rows))
+    target, length = ctypes.c_void_p(out.ctypes.data), ctypes.c_long(len(out))
+    is_there = fold(operation.encode(), name.encode(), target, places, len(rows), length)
+    return out if is_there else None
+
+
 @pytest.mark.parametrize("operation", UFUNCS)
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("ranks", [1, 3, *deep(2, 8), 9, *deep(17, 20)])
@@ -87,21 +96,43 @@ def test_a_fold_has_the_bits_of_numpy(fold, name, operation, ranks):
     dtype, rng = np.dtype(DTYPES[name]), np.random.default_rng(ranks)
     for length in (0, 1, 2, 7, 1023, 1024, 1025, 3000):
         rows = rows_of(dtype, ranks, length, rng)
-        out = np.zeros(length, dtype)
-        places = (ctypes.c_void_p * ranks)(*(row.ctypes.data for row in rows))
-        target = ctypes.c_void_p(out.ctypes.data)
-        is_there = fold(
-            operation.encode(), name.encode(), target, places, ranks, ctypes.c_long(length)
-        )
-        assert bool(is_there) == has(dtype, operation)
-        if not is_there:
+        got = folded(fold, name, operation, rows)
+        assert (got is not None) == has(dtype, operation)
+        if got is None:
             return
-        got, want = (out, expected(name, operation, rows))
+        want = expected(name, operation, rows)
         if dtype.kind == "c":
             got, want = got.view(got.real.dtype), want.view(want.real.dtype)
         if name in HALVES:
             got, want = got.astype("f4"), want.astype("f4")
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("operation", ["sum", "mean", "prod", "min", "max"])
+@pytest.mark.parametrize("name", HALVES)
+def test_a_fold_of_halves_rounds_every_value_as_numpy(fold, name, operation):
+    values, rng = np.arange(1 << 16, dtype="u2"), np.random.default_rng(1)
+    for ranks in (1, 2, 3):
+        rows = [values, *(rng.permutation(values) for _ in range(ranks - 1))]
+        rows = [row.view(DTYPES[name]) for row in rows]
+        got, want = folded(fold, name, operation, rows), expected(name, operation, rows)
+        same = got.view("u2") == want.view("u2")
+        is_zero = (got == 0) & (want == 0) & (operation in ("min", "max"))  # of either sign
+        assert (same | is_zero | (np.isnan(got) & np.isnan(want))).all()
+
+
+@pytest.mark.parametrize("operation", ["sum", "mean", "prod"])
+@pytest.mark.parametrize("name", ["f16", "bf16", "f32", "f64", "g"])
+def test_a_fold_keeps_signs_of_zeros_and_of_a_nan(fold, name, operation):
+    # Of two NaN either may be kept; and a minimum of zeros may have either sign.
+    dtype, rng = np.dtype(DTYPES[name]), np.random.default_rng(2)
+    for ranks in (1, 2, 3, 9):
+        rows = rng.choice([0.0, -0.0, 1.0, -1.0], (ranks, 2000))
+        rows[rng.integers(ranks, size=500), np.arange(500)] = np.nan
+        rows = [row.astype(dtype) for row in rows * rng.choice([1.0, -1.0], (ranks, 2000))]
+        got, want = folded(fold, name, operation, rows), expected(name, operation, rows)
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+        np.testing.assert_array_equal(np.signbit(got), np.signbit(want))
 
 
 def has(dtype, operation):
