@@ -246,10 +246,10 @@ static inline uint64_t node_ns(void) {
 
 /* -- what the ranks have posted ---------------------------------------------------------------- */
 
-/* What is read of each rank by one call into another process: some 1.3 us, so more than a chunk, but all of it in L2. */
+/* What is read of each rank by one call into another process: 1.3 us and more, so as much as the caches hold. */
 static inline uint64_t node_scratch_bytes(int size) {
-    uint64_t bytes = 1 << 18;
-    while (bytes > NODE_CHUNK_BYTES && bytes * (uint64_t)(size - 1) > 1 << 19) bytes /= 2;
+    uint64_t bytes = 1 << 20;
+    while (bytes > NODE_CHUNK_BYTES && bytes * (uint64_t)(size - 1) > 1 << 21) bytes /= 2;
     return bytes;
 }
 
