@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["RIGHT", "WRONG", "Case", "Program", "place_of"]
+__all__ = [
+    "COLLECTIVES",
+    "RIGHT",
+    "WRONG",
+    "Case",
+    "Program",
+    "differences",
+    "place_of",
+    "plannings",
+]
 
 Calls = Sequence[Callable[[Any], Any]]
 
@@ -415,3 +424,64 @@ RIGHT = [
 
 def _all_but_last(group: Any) -> list[int]:
     return [1] * (group.size - 1) + [0]
+
+
+# -- each collective, plain and planned ------------------------------------------------------------
+
+Start = Callable[[Any, bool], Any]
+"""Starts a collective on a group, planned or not."""
+
+_COLLECTIVES: dict[str, dict[str, Any]] = {
+    "all_reduce": {"op": "sum"},
+    "reduce": {"op": "sum", "root": 0},
+    "reduce_scatter": {"op": "sum"},
+    "all_gather": {},
+    "gather": {"root": 0},
+    "all_to_all": {},
+    "broadcast": {"root": 0},
+    "scatter": {"root": 0},
+    "shift": {"offset": 1},
+}
+COLLECTIVES = tuple(_COLLECTIVES)
+_WITHOUT_PLAN = ("scatter", "shift", "barrier")
+
+
+def _start(name: str, rows: int = 2, dtype: str = "f8", **options: Any) -> Start:
+    def start(group: Any, planned: bool) -> Any:
+        if name == "start_barrier":
+            return group.start_barrier()
+        x = _x(rows * group.size, dtype=dtype)
+        if planned:
+            return getattr(group, f"{name}_init")(x, **options).start()
+        return getattr(group, name)(x, **options)
+
+    return start
+
+
+def differences(name: str) -> dict[str, tuple[Start, Start]]:
+    """Return what the odd rank and the rest start, by what differs, for the collective `name`."""
+    options = _COLLECTIVES[name]
+    rest = _start(name, **options)
+    odd = {"barrier": _start("start_barrier")}
+    turn = COLLECTIVES.index(name)
+    for further in (1, 3):
+        other = COLLECTIVES[(turn + further) % len(COLLECTIVES)]
+        odd[other] = _start(other, **_COLLECTIVES[other])
+    if name not in ("shift", "scatter"):  # whose arrays may differ, or are not looked at
+        odd["rows"] = _start(name, rows=4, **options)
+        odd["dtype"] = _start(name, dtype="f4", **options)
+        odd["dtype of the same width"] = _start(name, dtype="i8", **options)
+    if "root" in options:
+        odd["root"] = _start(name, **options | {"root": 1})
+    if "op" in options:
+        odd["op"] = _start(name, **options | {"op": "max"})
+    if "offset" in options:
+        odd["offset"] = _start(name, **options | {"offset": 2})
+    return {what: (start, rest) for what, start in odd.items()}
+
+
+def plannings(name: str, what: str) -> list[tuple[bool, bool]]:
+    """Return whether the odd rank plans, and the rest: all that there is."""
+    started = what if what in (*_COLLECTIVES, "barrier") else name
+    can = [(False,) if one in _WITHOUT_PLAN else (False, True) for one in (started, name)]
+    return [(odd, rest) for odd in can[0] for rest in can[1]]

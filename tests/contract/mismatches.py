@@ -12,7 +12,14 @@ from mpimesh.errors import MismatchError, MpimeshError
 from tests.contract.cases import same
 from tests.contract.marks import needs_checks
 from tests.contract.meshes import groups_of, mesh_of
-from tests.contract.mismatch_cases import RIGHT, WRONG, place_of
+from tests.contract.mismatch_cases import (
+    COLLECTIVES,
+    RIGHT,
+    WRONG,
+    differences,
+    place_of,
+    plannings,
+)
 
 
 def _run(calls, group):
@@ -57,6 +64,27 @@ def check_wrong_programs_raise_the_same_error_everywhere(comm):
             assert f"rank {odd_rank}: " in text, text
             assert "group 'world'" in text
             same(group.all_reduce(np.ones(2)).resolve(), np.full(2, float(group.size)))
+
+
+@needs_checks
+def check_each_collective_plain_and_planned_is_compared_with_each_other(comm):
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        n = group.size
+        if n == 1:
+            return
+        for name in COLLECTIVES:
+            for what, (odd, rest) in differences(name).items():
+                for odd_plans, rest_plans in plannings(name, what):
+                    case = name, what, odd_plans, rest_plans
+                    is_odd = group.rank == n - 1
+                    handle = odd(group, odd_plans) if is_odd else rest(group, rest_plans)
+                    with pytest.raises(MismatchError) as caught:
+                        handle.resolve()
+                    text = str(caught.value)
+                    assert f"rank {n - 1}: " in text, (case, text)
+                    assert f"{rank_names(range(n - 1))}: " in text, (case, text)
+            same(group.all_reduce(np.ones(2)).resolve(), np.full(2, float(n)))
 
 
 def check_right_programs_raise_no_alarm(comm):

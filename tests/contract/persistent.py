@@ -17,9 +17,10 @@ from mpimesh.errors import (
     ShapeError,
     UnresolvedError,
 )
-from tests.contract.cases import LAYOUTS, WRITABLE, output, same, values
+from tests.contract.cases import ALL, LAYOUTS, WRITABLE, output, same, values
 from tests.contract.meshes import groups_of, mesh_of
 from tests.contract.oracle import cut, equal_sizes, joined, reduced, uneven
+from tests.contract.programs import BORDERS, every_planned, opened, run
 from tests.helpers.raises import raises
 
 STARTS = 3
@@ -154,6 +155,33 @@ def check_results_have_the_dtype_of_the_input_and_not_an_equal_one(comm):
         assert group.all_gather(np.zeros(2, record)).resolve().dtype.type is np.record
         group.all_reduce(np.zeros(2, named)).resolve()
         assert group.all_reduce(np.zeros(2, "i4")).resolve().dtype.metadata is None
+
+
+def check_every_planned_one_of_every_dtype(comm):
+    """With all of them under way at once, by turns in memory that is shared or not."""
+
+    def shapes(dtype):
+        return [(3,), (0, 2), (2, 0)] if dtype == np.float64 else [(3,)]
+
+    with opened(comm) as (mesh, groups):
+        problems, _ = run(mesh, groups, every_planned(shapes, ALL))
+        assert not problems, problems[0]
+
+
+def check_every_planned_one_of_sizes_where_other_ways_begin(comm):
+    small, *_ = BORDERS
+    borders = (small,) if "MPIMESH_CHUNK_ELEMENTS" in os.environ else BORDERS[:3]
+
+    def shapes(dtype):
+        return [
+            (border // dtype.itemsize + more,)
+            for border in borders
+            for more in ((-1, 0, 1) if border == small else (0, 1))
+        ]
+
+    with opened(comm) as (mesh, groups):
+        problems, _ = run(mesh, groups, every_planned(shapes, [np.dtype("f8")] * 2))
+        assert not problems, problems[0]
 
 
 def check_a_planned_one_starts_again_while_a_later_one_is_under_way(comm):

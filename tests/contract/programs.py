@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from tests.contract.cases import (
 from tests.contract.meshes import mesh_of
 from tests.contract.oracle import cut, joined, reduced
 
-__all__ = ["opened", "program_of", "run", "unlike"]
+__all__ = ["BORDERS", "every_planned", "opened", "program_of", "run", "unlike"]
 
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 MOVEMENTS = ("all_gather", "gather", "scatter", "all_to_all", "broadcast", "from whom", "shift")
@@ -120,12 +120,7 @@ def _step(rng: random.Random, most_bytes: int) -> Step:
     dtype = rng.choice(NUMBERS if kind in REDUCTIONS else ALL)
     if kind in REDUCTIONS and rng.random() < 0.05:
         dtype = np.dtype(bool)
-    ops = ["min", "max"] if dtype not in COMPLEX else []
-    if dtype.kind != "b":
-        ops += ["sum", "sum", "prod"]
-    if dtype in FLOATS + HALVES + COMPLEX:
-        ops.append("mean")
-    op = rng.choice(ops) if kind in REDUCTIONS else ""
+    op = rng.choice(_ops_of(dtype)) if kind in REDUCTIONS else ""
     planned = kind in PLANNED and rng.random() < 0.5
     again = planned or rng.random() < 0.5
     memory = rng.choice(MEMORIES)
@@ -151,6 +146,12 @@ def _step(rng: random.Random, most_bytes: int) -> Step:
     )
 
 
+def _ops_of(dtype: Any) -> list[str]:
+    ops = ["sum", "prod", "sum"] if dtype.kind != "b" else []
+    ops += ["min", "max"] if dtype not in COMPLEX else []
+    return [*ops, "mean"] if dtype in FLOATS + HALVES + COMPLEX else ops
+
+
 def _shape(rng: random.Random, kind: str, dtype: Any, most_bytes: int) -> tuple[int, ...]:
     """Return a small shape of any kind, or one about as large as a border."""
     if rng.random() < 0.6:
@@ -169,6 +170,30 @@ def _numbers_of(dtype: Any) -> list[str]:
     if dtype in FLOATS or dtype in HALVES[:3]:  # the rest has no infinity
         return ["whole", "real", "special"]
     return ["whole"]
+
+
+def every_planned(shapes: Callable[[Any], Sequence[tuple[int, ...]]], dtypes: Any) -> Program:
+    """Return a program of planned operations of these dtypes and shapes, each started twice.
+
+    All are under way at once, in the first group, by turns in ordinary and shared memory. Of what
+    moves bytes as they are every dtype has a half.
+    """
+    steps: list[Step] = []
+    for number, dtype in enumerate(dtypes):
+        has_sums = dtype in [*NUMBERS, np.dtype(bool)]
+        for place, kind in enumerate(PLANNED):
+            if not has_sums if kind in REDUCTIONS else (number + place) % 2:
+                continue
+            for shape in shapes(dtype):
+                turn = len(steps)
+                step = _step(random.Random(turn), 0)
+                step = replace(step, kind=kind, group=0, dtype=dtype, shape=shape, starts=2)
+                step = replace(step, planned=True, again=True, axis=0, other_axis=0, sizes=None)
+                op = _ops_of(dtype)[turn % 2] if kind in REDUCTIONS else ""
+                step = replace(step, layout=WRITABLE[turn % 2], op=op)
+                steps.append(replace(step, numbers=_numbers_of(dtype)[-1 - turn % 2 :][0]))
+    starts = [[(step, start) for step in range(len(steps))] for start in (0, 1)]
+    return Program(0, steps, starts)
 
 
 # -- what the ranks put in, and what must come out ------------------------------------------------

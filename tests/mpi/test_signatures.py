@@ -9,7 +9,8 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.errors import MismatchError
-from tests.helpers.depth import deep
+from tests.contract.mismatch_cases import COLLECTIVES, differences, plannings
+from tests.helpers.depth import deep, deep_but
 from tests.helpers.named_ranks import named_ranks
 
 ODD = 1
@@ -105,6 +106,25 @@ def test_every_rank_learns_who_started_what(comm, name):
             with pytest.raises(MismatchError) as caught:
                 group.all_reduce(np.ones(size)).resolve()
             assert "operation 4:" in str(caught.value)
+
+
+@pytest.mark.nprocs(2, 4)
+@pytest.mark.parametrize("name", deep_but(COLLECTIVES, "all_reduce"))
+def test_each_collective_plain_and_planned_is_compared_with_each_other(comm, name):
+    """Of each difference one way to plan, for each takes communicators, which stay in use."""
+    for turn, (what, (odd, rest)) in enumerate(differences(name).items()):
+        plans = plannings(name, what)
+        odd_plans, rest_plans = plans[turn % len(plans)]
+        with mm.DeviceMesh("dp=-1", comm) as mesh:
+            group = mesh.group()
+            handle = odd(group, odd_plans) if mesh.rank == ODD else rest(group, rest_plans)
+            comm.Barrier()  # not every rank needs all others: let them look when all have started
+            try:
+                handle.resolve(10)
+                found = "no error"
+            except MismatchError as error:
+                found = "" if f"rank {ODD}: " in str(error) else str(error)
+            assert set(comm.allgather(found)) == {""}, (what, odd_plans, rest_plans)
 
 
 @pytest.mark.nprocs(4)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 import mpimesh as mm
+from mpimesh.errors import MismatchError
+from tests.contract.mismatch_cases import COLLECTIVES, differences, plannings
 from tests.contract.mismatch_catalogue import CASES, outcome_of, run_case
 from tests.contract.mismatches import swapped_calls_through_one_helper
-from tests.helpers.depth import deep
+from tests.helpers.depth import deep, deep_but
 
 SILENT = {"split: a block that the user writes", "model: lr of the last step"}
 
@@ -38,6 +40,22 @@ def test_mismatch(name, more, monkeypatch):
     else:
         assert outcome == case.found, error
     assert case.said in str(error)
+
+
+def start_unlike(odd, rest, odd_plans, rest_plans):
+    with mm.DeviceMesh("dp=-1") as mesh:
+        group = mesh.group()
+        is_odd = mesh.rank == mesh.size - 1
+        (odd(group, odd_plans) if is_odd else rest(group, rest_plans)).resolve()
+
+
+@pytest.mark.parametrize("name", deep_but(COLLECTIVES, "all_reduce", "shift"))
+def test_each_collective_plain_and_planned_without_checks(name, monkeypatch):
+    monkeypatch.setenv("MPIMESH_CHECKS", "0")
+    for what, (odd, rest) in differences(name).items():
+        for plans in plannings(name, what):
+            with pytest.raises(MismatchError):
+                mm.run_virtual(3, start_unlike, odd, rest, *plans)
 
 
 RIGHT = [
