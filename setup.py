@@ -49,6 +49,9 @@ class BuildCore(build_ext):
             target.parent.mkdir(parents=True, exist_ok=True)
             self.copy_file(self.in_place(ext), str(target))
         else:
+            import numpy  # not for a source distribution
+
+            ext.include_dirs.append(numpy.get_include())
             super().build_extension(ext)
 
     def copy_extensions_to_source(self):
@@ -67,6 +70,7 @@ setup(
             "mpimesh.core.node",
             ["mpimesh/core/node.pyx"],
             include_dirs=["mpimesh/core"],
+            define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
             extra_compile_args=FLAGS,
         )
     ],

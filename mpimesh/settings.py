@@ -29,16 +29,16 @@
     What happens where several ranks compute on one GPU: warn is a warning on rank 0 if they use
     CuPy, refuse an error when a mesh is made, allow nothing.
 ``MPIMESH_NODE_SHARED`` (default auto)
-    Whether collectives of the ranks of one node go through shared memory: auto does for the sizes
-    at which it is faster; always and never are for tests and comparisons.
+    Whether collectives of the ranks of one node go through memory that they share; never is for
+    tests and comparisons. Over several nodes, auto does so for all-reduces from 64 KiB on, always
+    for all of them.
 ``MPIMESH_NODE_RANKS`` (default 0)
     Treats each n consecutive ranks of MPI's world as a node, to try on one machine what happens on
     several; 0 is the real nodes.
 ``MPIMESH_ALGORITHMS`` (default none)
     The algorithms of ``all_reduce``, ``reduce`` and ``broadcast`` for calls that name none, such
-    as ``all_reduce=ring, broadcast=tree(4)``; one of centralized, tree(b), ring, mpi, slots,
-    in_place, chunks, two_levels, virtual. It is ignored for groups that do not have it, arrays
-    that are too large for it, and arrays on a device.
+    as ``all_reduce=ring, broadcast=tree(4)``; one of centralized, tree(b), ring, mpi, node,
+    two_levels, virtual. It is ignored for groups that do not have it, and arrays on a device.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ _WORDS = {
 
 _ALGORITHM_OF = ("all_reduce", "reduce", "broadcast")
 AlgorithmName = Literal[
-    "centralized", "tree(2)", "tree(3)", "tree(4)", "tree(8)", "tree(16)", "ring", "mpi", "slots",
-    "in_place", "chunks", "two_levels", "virtual",
+    "centralized", "tree(2)", "tree(3)", "tree(4)", "tree(8)", "tree(16)", "ring", "mpi", "node",
+    "two_levels", "virtual",
 ]  # fmt: skip
 """Ways of moving host memory by name, so that a type checker finds a misspelt one."""
 _TREE = re.compile(r"tree\(([1-9]\d{0,5})\)")

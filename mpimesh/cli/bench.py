@@ -30,7 +30,6 @@ from mpimesh.cli.console import (
     write_picture,
 )
 from mpimesh.cli.facts import node_name
-from mpimesh.comm.algorithms import OPERATIONS
 from mpimesh.errors import TransportError
 from mpimesh.mesh.probe import memory_limit_bytes
 from mpimesh.runtime import DeviceMesh, Launch, ProcessGroup
@@ -243,8 +242,7 @@ class Point:
 
 _WAYS = {
     "messages": "ordinary arrays, by MPI's own collectives",
-    "memory": "ordinary arrays, through shared memory; over nodes in two levels",
-    "arrays": "ordinary arrays, by the way that mpimesh has chosen for the size",
+    "arrays": "ordinary arrays, by mpimesh's own way: see group.algorithms()",
     "planned": "the same, started from a plan that was made once: group.all_reduce_init(x, out=x)",
     "shared": "arrays of mesh.shared_empty, which the ranks of a node read in place",
     "sh.plan": "the same, from a plan",
@@ -270,9 +268,8 @@ def bench(*, seconds: float = 120.0, sizes_bytes: Sequence[int] = SIZES_BYTES) -
     """
     end_s = time.perf_counter() + seconds
     with ExitStack() as stack:
-        # Meshes that go by messages only, through shared memory always, and as is faster.
         meshes = {}
-        for choice in ("never", "always", "auto"):
+        for choice in ("never", "auto"):
             with _node_shared(choice):
                 meshes[choice] = stack.enter_context(DeviceMesh("ranks=-1"))
         comm = meshes["auto"].group().communicator.native
@@ -317,12 +314,10 @@ def _cell(
 ) -> list[Point]:
     """Measure a collective of one size by all ways, for about `share_s` seconds. Collective."""
     auto = meshes["auto"].group()
-    groups = {"messages": meshes["never"].group(), "memory": meshes["always"].group()}
     ordinary = collective.arrays(np.empty, nbytes, comm.size)
     shared = collective.arrays(meshes["auto"].shared_empty, nbytes, comm.size)
     ways: dict[str, Callable[[], object]] = {_MPI4PY: partial(collective.mpi, comm, ordinary)}
-    for way, group in groups.items():
-        ways[way] = partial(collective.mesh, group, ordinary)
+    ways["messages"] = partial(collective.mesh, meshes["never"].group(), ordinary)
     ways["arrays"] = partial(collective.mesh, auto, ordinary)
     ways["planned"] = collective.planned(auto, ordinary)
     ways["shared"] = partial(collective.mesh, auto, shared)
@@ -348,8 +343,7 @@ def _cell(
         if comm.bcast(late) and len(rows) >= _LEAST_ROUNDS:
             break
     picked = {way: auto.algorithms().pick(collective.operation, "host", nbytes) for way in ways}
-    for way, group in groups.items():
-        picked[way] = group.algorithms().pick(collective.operation, "host", nbytes)
+    picked["messages"] = "mpi"
     for way in ("shared", "sh.plan"):
         picked[way] = auto.algorithms().pick(collective.operation, "shared", nbytes)
     picked[_MPI4PY] = collective.call
@@ -476,7 +470,7 @@ def _page(points: Sequence[Point], notes: Sequence[str]) -> list[RenderableType]
     parts: list[RenderableType] = [Text(f"mpimesh bench: {notes[0]}", "bold")]
     parts += [Text(note, "yellow") for note in notes[1:]]
     parts += [Text(), Text("microseconds of a call: median, of the slowest rank")]
-    for operation in OPERATIONS:
+    for operation in (collective.operation for collective in COLLECTIVES):
         mine = [one for one in points if one.operation == operation]
         if not mine:
             continue
@@ -521,7 +515,8 @@ def _write_csv(path: Path, points: Sequence[Point]) -> None:
 def bench_svg(points: Sequence[Point], subtitle: str) -> str:
     """Draw the time of every collective over the size, a curve for each way, as an SVG."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for one in sorted(points, key=lambda one: OPERATIONS.index(one.operation)):
+    order = [collective.operation for collective in COLLECTIVES]
+    for one in sorted(points, key=lambda one: order.index(one.operation)):
         curves = panels.setdefault(one.operation, {})
         curves.setdefault(one.way, []).append((one.nbytes, one.seconds))
     return curves_svg(

@@ -32,10 +32,10 @@ import numpy as np
 from mpimesh.arguments import digest_bits
 from mpimesh.arrays.memory import address_of, memory_at
 from mpimesh.arrays.namespace import HostArray
-from mpimesh.comm.engine import BELL_BYTES, Doorbell
+from mpimesh.core.node import DOOR_BYTES, Door, Engine
 from mpimesh.errors import TransportError
 
-__all__ = ["Arena", "FreeList", "Node", "WarmParts", "bell_of"]
+__all__ = ["Arena", "FreeList", "Node", "WarmParts", "door_of"]
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -58,7 +58,7 @@ _WARM_SHARE = 64
 _MOST_BYTES = 1 << 38
 _LEAST_BYTES = 1 << 30
 _TOKEN_AT = 0
-_BELL_AT = _CACHE_LINE_BYTES
+_DOOR_AT = 2 * _CACHE_LINE_BYTES
 
 
 class Arena:
@@ -73,7 +73,7 @@ class Arena:
         memory: All of it, as this process has it mapped.
         nbytes: Length of the file, most of which nothing is stored in.
         token: What stands in its first eight bytes, to tell it from any other file.
-        bell: Where this process sleeps; None if this system has no such.
+        door: Where this process sleeps.
 
     Raises:
         TransportError: If this system has no such files, or no address space for one.
@@ -97,10 +97,10 @@ class Arena:
         if warm_bytes is None:
             warm_bytes = min(_MOST_WARM_BYTES, _physical_bytes() // _WARM_SHARE)
         self._warm = WarmParts(warm_bytes)
-        self._parts.take(_BELL_AT + BELL_BYTES, _CACHE_LINE_BYTES)
+        self._parts.take(_DOOR_AT + DOOR_BYTES, _CACHE_LINE_BYTES)
         self.token = secrets.randbits(62)
         self.memory[_TOKEN_AT : _TOKEN_AT + 8].view(np.int64)[0] = self.token
-        self.bell = bell_of(self.memory)
+        self.door = door_of(self.memory)
 
     @property
     def used_bytes(self) -> int:
@@ -216,11 +216,9 @@ class _Living(weakref.ref[HostArray]):
     at: int
 
 
-def bell_of(memory: HostArray) -> Doorbell | None:
-    """Return the bell of the process whose arena `memory` is; None if this system has none."""
-    if not Doorbell.possible():
-        return None
-    return Doorbell(memory[_BELL_AT : _BELL_AT + BELL_BYTES])
+def door_of(memory: HostArray) -> Door:
+    """Return the door of the process whose arena `memory` is."""
+    return Door(memory[_DOOR_AT : _DOOR_AT + DOOR_BYTES])
 
 
 def _open_file() -> int:
@@ -267,17 +265,20 @@ class Node:
 
     Attributes:
         arena: The memory of this process; None if there can be none.
+        core: What this process has started in memory that its node shares; None without an arena.
         why_not: Why there is none.
     """
 
     def __init__(self, part: int = 0) -> None:
         self.arena: Arena | None = None
+        self.core: Engine | None = None
         self.why_not = ""
         self._key = _node_key(part)
         self._opened: dict[tuple[int, ...], HostArray] = {}
         self._kept: list[HostArray | None] = []
         try:
             self.arena = Arena()
+            self.core = Engine(self.arena.door)
         except TransportError as error:
             self.why_not = str(error)
 

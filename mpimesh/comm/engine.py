@@ -27,27 +27,19 @@ next, the rank stays awake for another while.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
-import platform
 import time
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from itertools import starmap
 from threading import RLock
 from typing import Any, Self, TypeAlias
 
-import numpy as np
-
-from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.requests import Request
+from mpimesh.core.node import Engine
 from mpimesh.errors import MpimeshError
 
 __all__ = [
-    "BELL_BYTES",
-    "Doorbell",
     "ProgressEngine",
     "StagedRequest",
     "Steps",
@@ -230,20 +222,19 @@ class ProgressEngine:
         lock: Held by the thread that moves operations along.
         steps: How many steps have begun so far. A wait during which it grows is a busy one.
         has_core: Whether this rank has a core that no other rank of the job needs.
-        bell: Where the rank sleeps while it waits, for others of its node to wake it; None if it
-            has no memory that they can see.
+        core: What it has started in memory that its node shares; None if there is none.
         given_up: The operations that will never end.
         pending: The unfinished operations, in the order of their start.
         tails: The last unfinished operation of each chain that has one.
     """
 
-    __slots__ = ("_crowd", "bell", "given_up", "has_core", "lock", "pending", "steps", "tails")
+    __slots__ = ("_crowd", "core", "given_up", "has_core", "lock", "pending", "steps", "tails")
 
     def __init__(self) -> None:
         self.lock = RLock()
         self.steps = 0
         self.has_core = False
-        self.bell: Doorbell | None = None
+        self.core: Engine | None = None
         self.given_up: list[Moved] = []
         self._crowd = 0
         self.pending: list[Moved] = []
@@ -253,6 +244,8 @@ class ProgressEngine:
         """Take note that so many ranks have so many cores between them."""
         self._crowd = max(self._crowd, ranks)
         self.has_core = self._crowd <= cores
+        if self.core is not None:
+            self.core.share_cores(self.has_core)
 
     def busy(self, chain: Hashable) -> bool:
         """Tell whether an operation of `chain` is unfinished, so that the next must queue."""
@@ -313,6 +306,8 @@ class ProgressEngine:
 
     def advance(self) -> None:
         """Move every unfinished operation along. An error stays with its operation."""
+        if self.core is not None:
+            self.core.advance()
         if not self.lock.acquire(blocking=False):
             return  # another thread does it
         try:
@@ -425,114 +420,13 @@ def poll(
             idle()
         asleep_s = time.thread_time()
         nap_s = min(_NAP_SHARE * quiet_s, _LONGEST_NAP_S, limit_s - (now_s - start_s))
-        bell = None if engine is None else engine.bell
-        if bell is None:
+        core = None if engine is None else engine.core
+        if core is None:
             time.sleep(nap_s)
             continue
-        rung = bell.lie_down()
-        try:
-            if ready():
-                return True
-            if bell.sleep(rung, nap_s):
-                quiet_since_s = time.perf_counter()
-        finally:
-            bell.get_up()
-
-
-# -- a nap that the other ranks of a node can end ------------------------------------------------
-#
-# Who waits for another rank gives the core away, and would notice late that the other has come. So
-# each process has a *bell* in its arena: before it sleeps it says so, and whoever does something
-# that it may be waiting for rings. That costs the ringer a look at one number, and a system call
-# only if somebody is asleep there.
-#
-# The sleeper says that it is asleep, reads how often the bell has rung, looks once more at what it
-# waits for, and sleeps only if the bell has not rung since. The ringer first does what is waited
-# for, and then looks whether somebody is asleep. A processor may let these two looks pass each
-# other; then the nap ends by itself, as it does where what is waited for rings no bell.
-#
-# It is a futex of Linux, by its system call: Python has no such lock between processes.
-
-BELL_BYTES = 128
-"""Two cache lines: how often it has rung, and whether somebody is asleep."""
-
-_ASLEEP_AT = 64
-_CALL_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
-_WAIT, _WAKE = 0, 1
-_EVERYBODY = 0x7FFFFFFF
-_NUMBERS = 1 << 32
-
-
-class Doorbell:
-    """The bell of one process: to sleep at, if it is this one's, or to ring.
-
-    Args:
-        memory: `BELL_BYTES` that sleeper and ringers share, zero at first.
-
-    Attributes:
-        asleep: Not zero while the process sleeps.
-    """
-
-    __slots__ = ("_address", "_memory", "_rung", "asleep")
-
-    def __init__(self, memory: HostArray) -> None:
-        self._memory = memory
-        self._address: int = memory.__array_interface__["data"][0]
-        numbers: Any = memory.view(np.uint32)
-        self._rung = memoryview(numbers[:1])
-        self.asleep = memoryview(numbers[_ASLEEP_AT // 4 :][:1])
-
-    @staticmethod
-    def possible() -> bool:
-        """Tell whether this system has what it takes."""
-        return platform.system() == "Linux" and platform.machine() in _CALL_NUMBERS
-
-    # -- the sleeper -----------------------------------------------------------------
-
-    def lie_down(self) -> int:
-        """Say that this process is about to sleep; return what :meth:`sleep` needs."""
-        self.asleep[0] = 1
-        return self._rung[0]
-
-    def sleep(self, rung: int, longest_s: float) -> bool:
-        """Sleep until the bell rings; False if nobody has rung, or a signal ended it."""
-        seconds = int(longest_s)
-        time_left = (ctypes.c_long * 2)(seconds, int((longest_s - seconds) * 1e9))
-        return _futex(self._address, _WAIT, rung, time_left) in (0, errno.EAGAIN)
-
-    def get_up(self) -> None:
-        """Say that it sleeps no more."""
-        self.asleep[0] = 0
-
-    # -- the others ------------------------------------------------------------------
-
-    def ring(self) -> None:
-        """Wake the process up, if it is asleep."""
-        if self.asleep[0]:
-            # Two who ring at once may count as one: it has changed all the same.
-            self._rung[0] = (self._rung[0] + 1) % _NUMBERS
-            _futex(self._address, _WAKE, _EVERYBODY, None)
-
-
-def _futex(address: int, what: int, value: int, time_left: Any) -> int:
-    """Do the system call; return 0, or the number of the error."""
-    call = _call()
-    if call(_CALL_NUMBERS[platform.machine()], address, what, value, time_left, None, 0) >= 0:
-        return 0
-    return ctypes.get_errno()
-
-
-@lru_cache(maxsize=1)
-def _call() -> Any:
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    call.restype = ctypes.c_long
-    call.argtypes = [
-        ctypes.c_long,
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_uint32,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_uint32,
-    ]
-    return call
+        # The bell is looked at before the rest: what comes after that look ends the nap.
+        bell = core.bell()
+        if ready():
+            return True
+        if core.sleep(bell, nap_s):
+            quiet_since_s = time.perf_counter()

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays.namespace import DType, HostArray
-from mpimesh.comm.arena import Arena, bell_of
+from mpimesh.comm.arena import Arena, door_of
 from mpimesh.errors import TransportError
 
 __all__ = ["Borrowing", "Lending", "LendingRow"]
@@ -79,8 +79,7 @@ class Lending:
         Raises:
             TransportError: If there is no memory for its first entry.
         """
-        bell = bell_of(self._memories[rank])
-        return LendingRow(self, None if bell is None else bell.ring)
+        return LendingRow(self, door_of(self._memories[rank]).ring)
 
     def borrowing(self, rank: int, start: int) -> Borrowing:
         """Return the other end of the row of `rank` that begins at `start`. Local."""

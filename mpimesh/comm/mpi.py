@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.base import Communicator
-from mpimesh.comm.engine import Doorbell, Moved, ProgressEngine, Steps, poll
+from mpimesh.comm.engine import Moved, ProgressEngine, Steps, poll
 from mpimesh.comm.regions import FUNCTIONS
 from mpimesh.comm.requests import (
     MAX_USER_TAG,
@@ -36,6 +36,7 @@ from mpimesh.comm.requests import (
     chunk_slices,
     cut,
 )
+from mpimesh.core.node import Door
 from mpimesh.errors import TransportError
 
 __all__ = ["MPICommunicator"]
@@ -64,12 +65,12 @@ class MPICommunicator(Communicator):
             queue while one goes alone.
 
     Attributes:
-        bells: For each rank its bell, or None if it is on another node; empty if none is known.
+        doors: For each rank its door, or None if it is on another node; empty if none is known.
     """
 
     kind = "mpi"
     engine: ProgressEngine
-    bells: Sequence[Doorbell | None] = ()
+    doors: Sequence[Door | None] = ()
 
     def __init__(self, comm: MPI.Intracomm, *, limit: int = 0, order: object = None) -> None:
         self._comm = comm
@@ -247,9 +248,9 @@ class MPICommunicator(Communicator):
             return self._to_self.send((dest, dest, tag), buffer, copy=copy)
         if buffer.size <= self._message_limit:
             request = _begin("send", self._comm.Isend, buffer, dest, tag)
-            bell = self.bells[dest] if self.bells else None
-            if bell is not None:
-                bell.ring()
+            door = self.doors[dest] if self.doors else None
+            if door is not None:
+                door.ring()
             return request
         pieces = chunk_slices(buffer.size, self._message_limit)
         return all_done(*(self.isend(buffer[p], dest, tag) for p in pieces))
@@ -263,7 +264,7 @@ class MPICommunicator(Communicator):
                 request = self._comm.Irecv(buffer, source, tag)
             except MPI.Exception as error:
                 _fail("receive", error)
-            return _receive_of(request, buffer, self.bells[source] if self.bells else None)
+            return _receive_of(request, buffer, self.doors[source] if self.doors else None)
         pieces = chunk_slices(buffer.size, self._message_limit)
         parts = [self.irecv(buffer[p], source, tag) for p in pieces]
 
@@ -482,7 +483,7 @@ def _request_of(request: MPI.Request, buffers: object) -> Condition:
     return Condition(test, buffers)
 
 
-def _receive_of(request: MPI.Request, buffer: HostArray, bell: Doorbell | None) -> Receive:
+def _receive_of(request: MPI.Request, buffer: HostArray, door: Door | None) -> Receive:
     """Return one receive of MPI, which knows afterwards how much came."""
     status = MPI.Status()
 
@@ -494,8 +495,8 @@ def _receive_of(request: MPI.Request, buffer: HostArray, bell: Doorbell | None) 
             done = request.Test(status)
         except MPI.Exception as error:
             _fail("receive", error)
-        if done and bell is not None:
-            bell.ring()  # the sender may wait for a large message to be taken
+        if done and door is not None:
+            door.ring()  # the sender may wait for a large message to be taken
         return done
 
     def cancel() -> bool:

@@ -50,10 +50,12 @@ places where they lie come back. One that is started many times is one request, 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
+from operator import call
 from typing import NamedTuple, Self, cast
 
 import numpy as np
@@ -80,8 +82,6 @@ from mpimesh.comm.regions import (
 )
 from mpimesh.comm.requests import Request, all_done
 from mpimesh.comm.shared_window import NOT_READ, Cells, Note, SharedWindow
-from mpimesh.comm.shared_work import do_at_once
-from mpimesh.comm.signatures import EXCHANGE, mismatch
 from mpimesh.errors import MismatchError, MpimeshError
 from mpimesh.layout.boxes import Regions, view, volume
 
@@ -112,6 +112,16 @@ _LARGEST = 16 << 20
 
 _MOST_OFFERS = 16
 _NOTHING: HostArray = np.empty(0, np.uint8)
+
+
+def _do_at_once(quietly: Callable[..., object], work: Sequence[Call]) -> None:
+    """Do all of `work` or nothing; its last call notes that it is done.
+
+    Overflow and NaN pass silently, as in MPI. A signal handler that raises, as Ctrl-C does, may end
+    a test anywhere, and what a sum is written over cannot be added up again: so a piece of work and
+    the note that it is done are one call into C, within which Python runs no handler.
+    """
+    quietly(deque, map(call, work), 0)
 
 
 # -- offers: where others read a block, or a copy that is made for them -------------------
@@ -310,7 +320,7 @@ class SharedExchange(Moved):
             at, _, fill = self._offer
             for copy in fill:
                 copy()
-            window.publish(number, EXCHANGE, at, plan.descriptor, plan.reader_bells)
+            window.publish(number, at, plan.descriptor, plan.reader_doors)
         self.committed = True
         parts = self._parts
         if parts is None:
@@ -338,9 +348,8 @@ class SharedExchange(Moved):
             return False
         # Nothing is read from here on, however often this is done again.
         window.acknowledge(number)
-        for bell in plan.owner_bells:
-            if bell.asleep[0]:
-                bell.ring()
+        for door in plan.owner_doors:
+            door.ring()
         if self._offer.is_read and not window.done_by(number, plan.reader_cells):
             window.look_elsewhere()
             return False
@@ -356,16 +365,10 @@ class SharedExchange(Moved):
         """Return what to read, now that the owners have posted; prepare what comes by messages."""
         window, plan, bound = self._window, self._plan, self._bound
         notes = window.notes(self.number, plan.owner_cells)
-        operations = [note[0] for note in notes]
-        if operations.count(EXCHANGE) != len(operations):
-            ranks = [plan.rank, *plan.owners]
-            self._refusal = mismatch([EXCHANGE, *operations], ranks=ranks, on_all=False)
-            self._offer = _NO_OFFER  # nor may the readers ever come
-            return ()
         try:
-            descriptors = [plan.descriptor, *[note[2] for note in notes]]
+            descriptors = [plan.descriptor, *[note[1] for note in notes]]
             check_dtypes(dict(zip([plan.rank, *plan.owners], descriptors, strict=True)))
-            if plan.is_far or self._offer.at < 0 or -1 in [note[1] for note in notes]:
+            if plan.is_far or self._offer.at < 0 or -1 in [note[0] for note in notes]:
                 self._rest = self._by_messages(notes)
                 return ()
             parts = bound.parts(notes)
@@ -417,9 +420,9 @@ class _Plan:
         owners: The ranks of this node that this one reads of.
         owner_places: Their places in the window.
         owner_cells: Their cells.
-        owner_bells: Their bells.
+        owner_doors: Their doors.
         reader_cells: The cells of the ranks that read of this one.
-        reader_bells: Their bells.
+        reader_doors: Their doors.
         boxes: What is copied of its block, where they do not read that itself.
     """
 
@@ -443,9 +446,9 @@ class _Plan:
         self.owner_places = [here.index(owner) for owner in self.owners]
         readers = [at for at, other in enumerate(here) if other in given and other != rank]
         self.owner_cells = window.cells_of(self.owner_places)
-        self.owner_bells = window.bells_of(self.owner_places)
+        self.owner_doors = window.doors_of(self.owner_places)
         self.reader_cells = window.cells_of(readers)
-        self.reader_bells = window.bells_of(readers)
+        self.reader_doors = window.doors_of(readers)
         self.boxes = copied_boxes(regions, source.shape) if readers and source is not None else ()
         itemsize = 0 if source is None else source.itemsize
         self._given_bytes = itemsize * sum(map(volume, self.boxes))
@@ -546,7 +549,7 @@ class _Bound:
         dtype = np.dtype(np.uint8) if self._target is None else self._target.dtype
         blocks: dict[int, Callable[[tuple[int, ...]], HostArray]] = {
             owner: cache(partial(_block_of, plan, owner, place, at, its_descriptor, dtype))
-            for owner, place, (_, at, its_descriptor) in zip(
+            for owner, place, (at, its_descriptor) in zip(
                 plan.owners, plan.owner_places, notes, strict=True
             )
             if at >= 0
@@ -571,7 +574,7 @@ class _Bound:
         for piece in self.plan.pieces:
             calls = piece_work(piece, target, blocks, window.scratch)
             # A copy is one call into C as it is.
-            work.append(calls[0] if not piece[0] else partial(do_at_once, window.quietly, calls))
+            work.append(calls[0] if not piece[0] else partial(_do_at_once, window.quietly, calls))
         return tuple(work)
 
 

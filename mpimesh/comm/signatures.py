@@ -47,26 +47,19 @@ after it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
-from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
 
 from mpimesh.arguments import digest_bits, rank_names
 from mpimesh.arrays.namespace import HostArray
-from mpimesh.errors import MismatchError, on_all_ranks
+from mpimesh.errors import MismatchError
 
 __all__ = [
     "BOARD_BYTES",
-    "EXCHANGE",
     "LAST_SLOT",
-    "Operation",
     "Signature",
     "Signatures",
-    "mismatch",
-    "operation_number",
-    "operation_text",
     "signature_text",
 ]
 
@@ -328,86 +321,3 @@ def signature_text(signature: Signature) -> str:
 def _shortened(text: str) -> bytes:
     encoded = text.encode(errors="backslashreplace")
     return encoded if len(encoded) <= _TEXT_BYTES else encoded[: _TEXT_BYTES - 4] + b" ..."
-
-
-# -- operations in shared memory, as one number for the note of a window -----------------------
-
-_OPS = ("", "sum", "prod", "min", "max", "mean")
-_CODES = np.typecodes["AllInteger"] + "?fdgFDG"
-_NAMES: dict[int, str] = {np.dtype(code).num: str(np.dtype(code)) for code in _CODES}
-# NumPy may have two types for one format, such as long and long long: ranks may mix them.
-_SAME: dict[int, int] = {np.dtype(code).num: np.dtype(np.dtype(code).str).num for code in _CODES}
-_NBYTES_BITS = 40
-_ROOT_BITS = 12
-_DTYPE_BITS = 5
-_FUNCTION_BITS = 3
-
-
-class Operation(IntEnum):
-    """The collectives that shared memory has."""
-
-    ALL_REDUCE = 1
-    REDUCE_SCATTER = 2
-    ALL_GATHER = 3
-    BROADCAST = 4
-    ALL_TO_ALL = 5
-    EXCHANGE_REGIONS = 6
-
-
-_DIFFERENT = (Operation.ALL_TO_ALL, Operation.EXCHANGE_REGIONS)
-"""Those in which the ranks' arrays have different sizes."""
-
-
-def operation_number(operation: Operation, array: HostArray, op: str = "", root: int = 0) -> int:
-    """Return 63 bits that hold all that must agree over the ranks."""
-    return _number(operation, op, array.dtype.num, root, array.nbytes)
-
-
-@lru_cache(maxsize=1024)
-def _number(operation: Operation, op: str, dtype: int, root: int, nbytes: int) -> int:
-    number = int(operation)
-    number = number << _FUNCTION_BITS | _OPS.index(op)
-    number = number << _DTYPE_BITS | _SAME.get(dtype, dtype)
-    number = number << _ROOT_BITS | root & ((1 << _ROOT_BITS) - 1)
-    return number << _NBYTES_BITS | nbytes & ((1 << _NBYTES_BITS) - 1)
-
-
-EXCHANGE = operation_number(Operation.EXCHANGE_REGIONS, np.empty(0, np.uint8))
-"""An exchange of regions: the ranks' arrays differ, and a rank may have none."""
-
-
-def operation_text(number: int) -> str:
-    """Return what a number stands for, for error messages; -1 for one that nobody has told."""
-    if number < 0:
-        return "another operation, with an array that is not in shared memory"
-    number, nbytes = divmod(number, 1 << _NBYTES_BITS)
-    number, root = divmod(number, 1 << _ROOT_BITS)
-    number, dtype = divmod(number, 1 << _DTYPE_BITS)
-    number, function = divmod(number, 1 << _FUNCTION_BITS)
-    if number not in [int(one) for one in Operation]:
-        return "an operation that is no more"
-    operation = Operation(number)
-    parts = [f"{nbytes} bytes"] if operation not in _DIFFERENT else []
-    if function:
-        parts += [_NAMES.get(dtype, f"dtype {dtype}"), _OPS[function]]
-    if operation is Operation.BROADCAST:
-        parts.append(f"root {root}")
-    return f"{operation.name.lower()}({', '.join(parts)})"
-
-
-def mismatch(
-    what: Sequence[int], *, ranks: Sequence[int] = (), on_all: bool = True
-) -> MismatchError:
-    """Return the error of ranks that are in different operations.
-
-    Args:
-        what: The operation of each rank of a node.
-        ranks: Which ranks these are; all of the node if empty.
-        on_all: Whether all ranks raise it alike.
-    """
-    rows = list(zip(ranks or range(len(what)), what, strict=True))
-    each = "; ".join(f"rank {rank}: {operation_text(one)}" for rank, one in rows[:16])
-    error = MismatchError(
-        f"the ranks of a group started different collectives, or with different arrays: {each}"
-    )
-    return on_all_ranks(error) if on_all else error

@@ -149,6 +149,7 @@ FOLD_HALVES(f16, fold_from_half, FOLD_HALF, FOLD_HALF_MEAN)
 FOLD_HALVES(bf16, fold_from_brain, FOLD_BRAIN, FOLD_BRAIN_MEAN)
 FOLD_COMPLEX(c64, float, f32)
 FOLD_COMPLEX(c128, double, f64)
+FOLD_COMPLEX(c256, long double, g)
 
 typedef struct {
     const char *operation, *dtype;
@@ -165,6 +166,7 @@ static const FoldRow fold_table[] = {
     FOLD_ORDERED(u8), FOLD_ORDERED(u16), FOLD_ORDERED(u32), FOLD_ORDERED(u64),
     FOLD_WITH_MEAN(f16), FOLD_WITH_MEAN(bf16), FOLD_WITH_MEAN(f32), FOLD_WITH_MEAN(f64), FOLD_WITH_MEAN(g),
     FOLD_ROWS(c64), {"mean", "c64", mean_c64}, FOLD_ROWS(c128), {"mean", "c128", mean_c128},
+    FOLD_ROWS(c256), {"mean", "c256", mean_c256},
     {"sum", "bool", or_bool}, {"max", "bool", or_bool}, {"or", "bool", or_bool},
     {"prod", "bool", and_bool}, {"min", "bool", and_bool}, {"and", "bool", and_bool},
     {0, 0, 0},

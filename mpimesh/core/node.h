@@ -83,6 +83,7 @@ enum NodeState {
     NODE_DONE = 1,
     NODE_MISMATCH = -1, /* `culprit` has started another operation at this number */
     NODE_LOST = -2,     /* `culprit` has left, or died */
+    NODE_CLOSED = -3,   /* its window was closed before */
 };
 
 typedef struct {
@@ -145,6 +146,7 @@ typedef struct NodeOp {
     uint64_t number;
     /* while it is under way */
     uint64_t piece_bytes, pieces, put, summed, read, first;
+    uint64_t own_unit, own_pieces; /* before it was known of an all-to-all what the others give */
     uint8_t stage, written;
     uint32_t record;
 } NodeOp;
@@ -382,6 +384,7 @@ static void node_post(NodeWindow *w) {
             e->in = o->in_place, e->in_segment = o->in_segment;
             e->out = o->out_place, e->out_segment = o->out_segment;
         }
+        if (o->source <= NODE_PIECED) e->out = o->own_unit;
         w->total = (w->total ^ o->digest) * 0x9E3779B1u + (w->total >> 15);
         atomic_store_explicit(&e->word, (n & 0xFFFFFFFFu) << 32 | w->total, memory_order_release);
         w->unposted = o->next;
@@ -391,6 +394,11 @@ static void node_post(NodeWindow *w) {
 }
 
 /* -- reading and writing ------------------------------------------------------------------------ */
+
+/* True of an all-to-all of which each rank knows its own sizes alone: an entry tells its largest block. */
+static inline int node_is_uneven(const NodeOp *o) { return o->kind == NODE_ALL_TO_ALL && o->in_bytes; }
+
+static inline uint64_t node_unit(const NodeOp *o, const NodeEntry *e) { return node_is_uneven(o) ? e->out : o->unit; }
 
 /* Where bytes [lo, hi) of block `block` of rank q's contribution can be read; `result` asks for what q has summed. */
 static const char *node_read(NodeWindow *w, NodeOp *o, int q, int block, uint64_t lo, uint64_t hi, int result) {
@@ -403,12 +411,12 @@ static const char *node_read(NodeWindow *w, NodeOp *o, int q, int block, uint64_
         node_refuse(w, o->number, NODE_MISMATCH, q);
         return 0;
     case NODE_INLINE:
-        return e->data + (uint64_t)block * o->unit + lo;
+        return e->data + (uint64_t)block * node_unit(o, e) + lo;
     case NODE_SMALL:
-        return w->lane[q]->small[e->in] + (uint64_t)block * o->unit + lo;
+        return w->lane[q]->small[e->in] + (uint64_t)block * node_unit(o, e) + lo;
     case NODE_PIECED: {
-        uint64_t k = lo / o->piece_bytes, begin = k * o->piece_bytes;
-        uint64_t end = begin + o->piece_bytes < o->unit ? begin + o->piece_bytes : o->unit;
+        uint64_t k = lo / o->piece_bytes, begin = k * o->piece_bytes, unit = node_unit(o, e);
+        uint64_t end = begin + o->piece_bytes < unit ? begin + o->piece_bytes : unit;
         return w->lane[q]->piece[(e->in + k) % NODE_PIECES] + (uint64_t)block * (end - begin) + (lo - begin);
     }
     case NODE_SHARED:
@@ -522,24 +530,31 @@ static void node_divide(NodeWindow *w, NodeOp *o, int pieced) {
 }
 
 /* What is known when the words are there: through how many pieces it goes, and who sums what. */
-static void node_decide(NodeWindow *w, NodeOp *o) {
+static int node_decide(NodeWindow *w, NodeOp *o) {
     int pieced = o->source == NODE_PIECED, direct = 0, shared = 1;
     for (int q = 0; q < w->size; q++) {
         if (q != w->rank && !node_needs(w, o, q)) continue;
-        int source = q == w->rank ? o->source : node_entry(w, q, o->number)->source;
+        NodeEntry *e = node_entry(w, q, o->number);
+        int source = q == w->rank ? o->source : e->source;
         pieced |= source == NODE_PIECED;
         direct |= source == NODE_SHARED || source == NODE_REMOTE;
         shared &= source == NODE_SHARED;
+        if (!node_is_uneven(o)) continue;
+        uint64_t unit = source == NODE_NOTHING ? 0 : e->out;
+        if (o->out_bytes[q] > unit) return node_refuse(w, o->number, NODE_MISMATCH, q);
+        if (unit > o->unit) o->unit = unit;
     }
     node_divide(w, o, pieced);
     o->written = 0;
     if (o->kind == NODE_ALL_REDUCE) o->written = shared ? 2 : pieced || direct; /* else each sums all */
+    return 1;
 }
 
 static int node_pieces_there(NodeWindow *w, NodeOp *o, uint64_t k) {
     for (int q = 0; q < w->size; q++) {
         if (q == w->rank || !node_needs(w, o, q)) continue;
-        if (node_entry(w, q, o->number)->source != NODE_PIECED) continue;
+        NodeEntry *e = node_entry(w, q, o->number);
+        if (e->source != NODE_PIECED || k * o->piece_bytes >= node_unit(o, e)) continue;
         if (atomic_load_explicit(&w->lane[q]->at.put, memory_order_acquire) < NODE_AT(o->number, k + 1))
             return node_lacks(w, 2, q, o->number);
     }
@@ -549,10 +564,11 @@ static int node_pieces_there(NodeWindow *w, NodeOp *o, uint64_t k) {
 static void node_put_pieces(NodeWindow *w, NodeOp *o) {
     NodeLane *mine = w->lane[w->rank];
     int blocks = node_blocks(w, o->kind);
-    for (; o->put < o->pieces; o->put++) {
+    for (; o->put < o->own_pieces; o->put++) {
         uint64_t slot = (o->first + o->put) % NODE_PIECES;
         if (!node_room(w, w->piece_used[slot], 1, o->number)) break;
-        uint64_t lo = o->put * o->piece_bytes, hi = lo + o->piece_bytes < o->unit ? lo + o->piece_bytes : o->unit;
+        uint64_t lo = o->put * o->piece_bytes, unit = o->own_unit;
+        uint64_t hi = lo + o->piece_bytes < unit ? lo + o->piece_bytes : unit;
         node_pack(o, mine->piece[slot], blocks, lo, hi);
         w->piece_used[slot] = NODE_AT(o->number, o->put + 1);
         atomic_store_explicit(&mine->at.put, NODE_AT(o->number, o->put + 1), memory_order_release);
@@ -604,7 +620,7 @@ static int node_advance(NodeWindow *w, NodeOp *o) {
             int q = w->rank + i < w->size ? w->rank + i : w->rank + i - w->size;
             if (node_needs(w, o, q) && !node_posted(w, q, o->number)) return 0;
         }
-        node_decide(w, o);
+        if (!node_decide(w, o)) return 0;
         o->stage = NODE_STAGE_MOVE;
         if (!takes) { /* the others' pieces need not wait for this rank to read any */
             atomic_store_explicit(&mine->at.read, NODE_AT(o->number + 1, 0), memory_order_release);
@@ -614,7 +630,7 @@ static int node_advance(NodeWindow *w, NodeOp *o) {
     if (o->stage == NODE_STAGE_MOVE) {
         if (o->source == NODE_PIECED) {
             node_put_pieces(w, o);
-            if (!takes && o->put < o->pieces) return 0;
+            if (!takes && o->put < o->own_pieces) return 0;
         }
         if (takes && o->written) {
             while (o->read < o->pieces) {
@@ -632,7 +648,7 @@ static int node_advance(NodeWindow *w, NodeOp *o) {
                     w->moved = 1;
                 }
             }
-            if (o->put < o->pieces && o->source == NODE_PIECED) return 0;
+            if (o->put < o->own_pieces && o->source == NODE_PIECED) return 0;
         }
         o->stage = NODE_STAGE_AFTER;
         atomic_store_explicit(&mine->at.read, NODE_AT(o->number + 1, 0), memory_order_release);
@@ -704,7 +720,7 @@ static inline int node_state(const NodeOp *o) {
 static void node_number(NodeWindow *w, NodeOp *o) {
     NodeEngine *e = w->engine;
     o->next = 0, o->state = NODE_UNDER_WAY, o->stage = NODE_STAGE_NEW;
-    o->put = o->summed = o->read = 0, o->number = ++w->started;
+    o->put = o->summed = o->read = 0, o->own_unit = o->unit, o->own_pieces = 0, o->number = ++w->started;
     int blocks = node_blocks(w, o->kind);
     uint64_t bytes = o->unit * (uint64_t)blocks, packed;
     if (!node_contributes(o, w->rank)) {
@@ -721,7 +737,7 @@ static void node_number(NodeWindow *w, NodeOp *o) {
         o->source = packed <= NODE_INLINE_BYTES ? NODE_INLINE : packed <= NODE_SMALL_BYTES ? NODE_SMALL : NODE_PIECED;
     if (o->source == NODE_PIECED) {
         node_divide(w, o, 1);
-        o->first = w->pieces, w->pieces += o->pieces;
+        o->first = w->pieces, w->pieces += o->own_pieces = o->pieces;
     }
     o->record = (uint32_t)e->records++;
     e->record[o->record % NODE_RECORDS] = (NodeRecord){node_ns(), 0, o->number, bytes, w->id, o->digest, 0, o->kind, {0}};
@@ -864,6 +880,19 @@ static inline uint32_t node_digest_at(NodeWindow *w, int q, uint64_t number) {
     atomic_thread_fence(memory_order_acquire);
     int stays = word == atomic_load_explicit(&e->word, memory_order_relaxed);
     return stays && word >> 32 == (number & 0xFFFFFFFFu) ? digest : 0;
+}
+
+/* Move nothing of this window any more: what is under way is over, without a result. */
+static void node_close(NodeWindow *w) {
+    node_lock(w->engine);
+    for (NodeWindow **p = &w->engine->active; *p; p = &(*p)->next)
+        if (*p == w) {
+            *p = w->next;
+            break;
+        }
+    while (w->head) node_over(w, w->head, NODE_CLOSED);
+    w->unposted = 0, w->listed = 0;
+    node_unlock(w->engine);
 }
 
 /* This rank leaves: what it has posted stays valid, who needs more learns it when its nap ends. */

@@ -1,12 +1,484 @@
-"""The ranks that share memory: what each has started, and the waits for it."""
+"""The ranks that share memory: what each has started, and the waits for it.
+
+:class:`Engine` is a rank's, :class:`Window` a communicator's. What a window starts is an
+:class:`Operation`, which the window keeps, with its arrays, until it is over.
+"""
+
+cimport cython
+cimport numpy as cnp
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from libc.stdint cimport int16_t, int32_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+from mpimesh.errors import ClosedError, MismatchError, TransportError, on_all_ranks
+
+cnp.import_array()
 
 cdef extern from "kernels.h":
-    pass
+    ctypedef void (*NodeFold)(void *, const void *const *, int, long) noexcept nogil
+    ctypedef struct FoldRow:
+        const char *operation
+        const char *dtype
+        NodeFold fold
+    const FoldRow fold_table[1]
+
 cdef extern from "node.h":
+    enum: NODE_HEAD_BYTES, NODE_CHUNK_BYTES, NODE_INLINE_BYTES, NODE_SMALL_BYTES, NODE_NAP_NS, NODE_MAX_RANKS
+    enum:
+        NODE_BARRIER
+        NODE_ALL_REDUCE
+        NODE_REDUCE
+        NODE_REDUCE_SCATTER
+        NODE_ALL_GATHER
+        NODE_GATHER
+        NODE_BROADCAST
+        NODE_SCATTER
+        NODE_ALL_TO_ALL
+    enum: NODE_NOTHING, NODE_INLINE, NODE_SMALL, NODE_PIECED, NODE_SHARED
+    enum: NODE_DONE, NODE_MISMATCH, NODE_LOST, NODE_CLOSED
     ctypedef struct NodeLane:
         pass
     ctypedef struct NodeDoor:
-        pass
+        uint32_t asleep
+    ctypedef struct NodeOp:
+        const char *source_data "in"
+        char *out
+        uint64_t unit, in_place, out_place, number
+        const uint64_t *in_at
+        const uint64_t *in_bytes
+        const uint64_t *out_at
+        const uint64_t *out_bytes
+        NodeFold fold
+        uint32_t item, digest
+        uint8_t kind, source
+        int16_t root
+        int32_t state, culprit
+    ctypedef struct NodeWindow
+    ctypedef struct NodeEngine:
+        NodeWindow *active
+        NodeDoor *mine
+        int spin
+        long yield_ns, nap_ns
+    ctypedef struct NodeWindow:
+        NodeEngine *engine
+        NodeLane **lane
+        NodeDoor **door
+        char ***segment
+        const int32_t *pid
+        int rank, size
+        uint32_t id
+        NodeOp *unposted
+        uint64_t started, operations, bytes
+        char *scratch
+    void node_engine_init(NodeEngine *)
+    int node_start(NodeWindow *, NodeOp *) nogil
+    int node_pass(NodeEngine *) nogil
+    int node_wait_briefly(NodeEngine *, NodeOp *) nogil
+    uint32_t node_bell(NodeEngine *) nogil
+    int node_sleep_since(NodeEngine *, const NodeOp *, long, uint32_t) nogil
+    void node_ring_sleeper(NodeDoor *) nogil
+    void node_close(NodeWindow *) nogil
 
 LANE_BYTES = sizeof(NodeLane)
+LANE_HEAD_BYTES = NODE_HEAD_BYTES
 DOOR_BYTES = sizeof(NodeDoor)
+MOST_RANKS = NODE_MAX_RANKS
+
+# Where arrays begin in shared memory they are read in place from this size on: below, a copy is cheaper than
+# to wait for the others to have read it.
+cdef enum: IN_PLACE_FROM_BYTES = 2048
+
+# -- sums by dtype ---------------------------------------------------------------------------------
+
+cdef class _Fold:
+    cdef NodeFold function
+    cdef uint32_t number
+
+cdef dict _folds = {}
+
+def _read_folds():
+    """Fill the table by NumPy's characters: one C type may have two of them."""
+    chars = {
+        "bool": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "lq", "u8": "B", "u16": "H", "u32": "I", "u64": "LQ",
+        "f16": "e", "f32": "f", "f64": "d", "g": "g", "c64": "F", "c128": "D", "c256": "G", "bf16": "",
+    }
+    cdef int number = 0
+    cdef _Fold fold
+    while fold_table[number].operation:
+        fold = _Fold.__new__(_Fold)
+        fold.function, fold.number = fold_table[number].fold, number + 1
+        for char in chars[fold_table[number].dtype.decode()]:
+            _folds[fold_table[number].operation.decode(), char] = fold
+        number += 1
+
+_read_folds()
+
+
+def reduces(str op, str char):
+    """Tell whether arrays of a dtype, by NumPy's character, can be reduced by `op`."""
+    return (op, char) in _folds
+
+
+# -- a rank ------------------------------------------------------------------------------------------
+
+cdef class Door:
+    """Where a process sleeps, and others ring.
+
+    Args:
+        memory: `DOOR_BYTES` that all of them see, zero at first.
+    """
+
+    cdef NodeDoor *c
+    cdef object _memory
+
+    def __init__(self, cnp.ndarray memory):
+        if cnp.PyArray_NBYTES(memory) < <cnp.npy_intp>sizeof(NodeDoor):
+            raise ValueError(f"a door takes {sizeof(NodeDoor)} bytes, and this has {memory.nbytes}")
+        self._memory = memory
+        self.c = <NodeDoor *>cnp.PyArray_DATA(memory)
+
+    @property
+    def asleep(self):
+        """How many threads of its process sleep."""
+        return self.c.asleep
+
+    def ring(self):
+        """Wake the process up, if it is asleep: there is news for it."""
+        node_ring_sleeper(self.c)
+
+
+cdef class Engine:
+    """What a rank has started in all its windows, and its waits.
+
+    Args:
+        door: Where it sleeps.
+
+    Attributes:
+        door: The same.
+    """
+
+    cdef NodeEngine c
+    cdef readonly Door door
+    cdef set _windows
+    cdef uint32_t _made
+
+    def __cinit__(self, Door door):
+        memset(&self.c, 0, sizeof(NodeEngine))
+        node_engine_init(&self.c)
+        self.door = door
+        self.c.mine = door.c
+        self._windows = set()
+        self.share_cores(False)
+
+    def share_cores(self, bint has_core):
+        """Take note whether this rank has a core that no other rank of the node needs."""
+        self.c.spin = 2000 if has_core else 0
+        self.c.yield_ns = 1000000
+
+    @property
+    def busy(self):
+        """Whether anything is under way."""
+        return self.c.active != NULL
+
+    def advance(self):
+        """Move all that is under way; tell whether anything moved."""
+        cdef int moved = 0
+        if self.c.active != NULL:
+            with nogil:
+                moved = node_pass(&self.c)
+        return moved != 0
+
+    def bell(self):
+        """Return how often the door's bell has rung: for :meth:`sleep`, before the last look."""
+        return node_bell(&self.c)
+
+    def sleep(self, uint32_t bell, double longest_s):
+        """Sleep until something moves or the bell rings; False after the longest time."""
+        cdef long nap_ns = <long>(longest_s * 1e9)
+        cdef int rung
+        with nogil:
+            rung = node_sleep_since(&self.c, NULL, nap_ns, bell)
+        return rung != 0
+
+
+# -- a communicator ----------------------------------------------------------------------------------
+
+cdef class Window:
+    """The ranks of a communicator that share memory, as one of them starts operations among them.
+
+    Args:
+        engine: This rank's.
+        rank: Its place.
+        memories: The memory of each rank's process, as this process has it mapped.
+        lanes: Where each rank's `LANE_BYTES` begin in its memory; the first `LANE_HEAD_BYTES` of them
+            are zero at first.
+        doors: The door of each.
+    """
+
+    cdef NodeWindow c
+    cdef readonly Engine engine
+    cdef object _keep
+    cdef char *_base
+    cdef size_t _length
+    cdef bint _closed
+    cdef Operation _first, _last  # what may be under way, each with the next
+    cdef readonly int rank, size
+
+    def __cinit__(self, Engine engine, int rank, memories, lanes, doors):
+        cdef int size = len(memories), q
+        cdef cnp.ndarray memory
+        if not 0 < size <= NODE_MAX_RANKS:
+            raise TransportError(f"at most {NODE_MAX_RANKS} ranks of a node can share memory, not {size}")
+        self.engine, self.rank, self.size = engine, rank, size
+        self._keep = list(memories), list(doors)
+        engine._made += 1
+        self.c.engine, self.c.rank, self.c.size, self.c.id = &engine.c, rank, size, engine._made
+        self.c.lane = <NodeLane **>calloc(size, sizeof(void *))
+        self.c.door = <NodeDoor **>calloc(size, sizeof(void *))
+        self.c.segment = <char ***>calloc(size, sizeof(void *))
+        cdef char **bases = <char **>calloc(size, sizeof(void *))
+        if not (self.c.lane and self.c.door and self.c.segment and bases):
+            raise MemoryError
+        for q in range(size):
+            memory = memories[q]
+            if not 0 <= lanes[q] <= cnp.PyArray_NBYTES(memory) - <cnp.npy_intp>sizeof(NodeLane):
+                raise ValueError("a lane must lie in its memory")
+            bases[q] = <char *>cnp.PyArray_DATA(memory)
+            self.c.segment[q] = &bases[q]
+            self.c.lane[q] = <NodeLane *>(bases[q] + <size_t>lanes[q])
+            self.c.door[q] = (<Door?>doors[q]).c
+        self._base, self._length = bases[rank], cnp.PyArray_NBYTES(memories[rank])
+        engine._windows.add(self)
+
+    def __dealloc__(self):
+        if self.c.segment:
+            free(<void *>self.c.segment[0])
+        free(self.c.segment)
+        free(self.c.lane)
+        free(self.c.door)
+
+    def close(self):
+        """Move and start nothing any more: what is under way is over, without a result."""
+        if not self._closed:
+            self._closed = True
+            node_close(&self.c)
+            self._sweep()
+            self.engine._windows.discard(self)
+
+    cdef inline size_t _shared(self, void *data, size_t nbytes) noexcept:
+        """Return where an array begins in this rank's memory; the largest number if it does not."""
+        cdef size_t at = <size_t>(<char *>data - self._base)
+        return at if <char *>data >= self._base and at + nbytes <= self._length else <size_t>-1
+
+    cdef void _sweep(self):
+        cdef Operation first
+        while self._first is not None and self._first.c.state:
+            first = self._first
+            self._first, first.after = first.after, None
+        if self._first is None:
+            self._last = None
+
+    # The arguments are those of a Communicator's methods.
+
+    def all_reduce(self, send, cnp.ndarray recv not None, str op):
+        """Bind an all-reduce into `recv`; of `recv` itself, if `send` is None."""
+        return self._bind(NODE_ALL_REDUCE, recv if send is None else send, recv, 0, op, recv)
+
+    def reduce(self, cnp.ndarray send not None, recv, str op, int root):
+        """Bind a reduction into `recv` of `root`."""
+        return self._bind(NODE_REDUCE, send, recv, root, op, send)
+
+    def reduce_scatter(self, cnp.ndarray send not None, cnp.ndarray recv not None, counts, str op):
+        """Bind a reduction of which each rank gets a block."""
+        return self._bind(NODE_REDUCE_SCATTER, send, recv, 0, op, send, counts, None)
+
+    def all_gather(self, cnp.ndarray send not None, cnp.ndarray recv not None, counts):
+        """Bind the gathering of all ranks' blocks on all."""
+        return self._bind(NODE_ALL_GATHER, send, recv, 0, None, recv, None, counts)
+
+    def gather(self, cnp.ndarray send not None, recv, counts, int root):
+        """Bind the gathering of all ranks' blocks on `root`."""
+        return self._bind(NODE_GATHER, send, recv, root, None, send, None, counts)
+
+    def scatter(self, send, cnp.ndarray recv not None, counts, int root):
+        """Bind the scattering of root's blocks."""
+        return self._bind(NODE_SCATTER, send, recv, root, None, recv, counts, None)
+
+    def all_to_all(self, cnp.ndarray send not None, cnp.ndarray recv not None, send_counts, recv_counts):
+        """Bind an exchange of blocks, of which each rank knows its own."""
+        return self._bind(NODE_ALL_TO_ALL, send, recv, 0, None, send, send_counts, recv_counts)
+
+    def broadcast(self, cnp.ndarray buffer not None, int root):
+        """Bind the broadcast of root's `buffer` into that of all."""
+        return self._bind(NODE_BROADCAST, buffer, buffer, root, None, buffer)
+
+    def barrier(self):
+        """Bind a barrier."""
+        return self._bind(NODE_BARRIER, None, None, 0, None, None)
+
+    cdef Bound _bind(
+        self, uint8_t kind, send, recv, int root, str op, cnp.ndarray like, send_counts=None, recv_counts=None
+    ):
+        cdef Bound bound = Bound.__new__(Bound)
+        cdef NodeOp *o = &bound.c
+        cdef _Fold fold
+        cdef uint32_t number = 0
+        cdef size_t most
+        bound.window, bound.send, bound.recv = self, send, recv
+        o.kind, o.root, o.item = kind, root, 1
+        if not 0 <= root < self.size:
+            raise TransportError(f"root must be one of the ranks 0 to {self.size - 1}, got {root}")
+        if op is not None:
+            fold = <_Fold>_folds.get((op, like.dtype.char))
+            if fold is None:
+                raise TransportError(f"arrays of dtype {like.dtype} cannot be reduced by {op!r}")
+            o.fold, o.item, number = fold.function, cnp.PyArray_ITEMSIZE(like), fold.number
+        if send is not None:
+            o.source_data = <const char *>_data(send)
+        if recv is not None:
+            o.out = <char *>_data(recv)
+        if send_counts is not None:
+            o.unit = bound.cut(send_counts, cnp.PyArray_ITEMSIZE(like), &o.in_at, &o.in_bytes, kind == NODE_ALL_TO_ALL)
+        elif recv_counts is None and like is not None:
+            o.unit = cnp.PyArray_NBYTES(like)
+        if recv_counts is not None:
+            most = bound.cut(recv_counts, cnp.PyArray_ITEMSIZE(like), &o.out_at, &o.out_bytes, kind == NODE_ALL_TO_ALL)
+            o.unit = max(o.unit, most)
+            if o.out_at != NULL and send_counts is None:
+                bound._own[1] = cnp.PyArray_NBYTES(send)
+                o.in_at, o.in_bytes = &bound._own[0], &bound._own[1]
+        o.digest = 0x9E3779B1u * (1 + kind) ^ 0x85EBCA6Bu * number ^ 0xC2B2AE35u * <uint32_t>(root + 1)
+        if kind != NODE_ALL_TO_ALL:  # of which each rank knows its own sizes
+            o.digest ^= 0x27D4EB2Fu * <uint32_t>(o.unit ^ o.unit >> 32)
+        bound.place()
+        return bound
+
+
+cdef void *_data(cnp.ndarray array) except? NULL:
+    if not cnp.PyArray_IS_C_CONTIGUOUS(array):
+        raise TransportError("arrays between ranks must be contiguous")
+    return cnp.PyArray_DATA(array)
+
+
+cdef class Bound:
+    """A collective bound to its arrays, to be started as often as wanted, each time with what they hold then."""
+
+    cdef NodeOp c
+    cdef Window window
+    cdef object send, recv
+    cdef uint64_t *_tables[2]
+    cdef uint64_t _own[2]
+
+    def __dealloc__(self):
+        free(self._tables[0])
+        free(self._tables[1])
+
+    cdef size_t cut(self, counts, size_t itemsize, const uint64_t **at, const uint64_t **nbytes, bint always) except? 0:
+        """Note where each rank's block begins, unless all are alike; return the largest one's bytes."""
+        cdef int q, size = self.window.size
+        cdef size_t most = 0, total = 0, n
+        cdef bint alike = not always
+        cdef uint64_t *table
+        if len(counts) != size:
+            raise TransportError(f"there must be a count for each of {size} ranks, got {len(counts)}")
+        table = <uint64_t *>calloc(2 * size, sizeof(uint64_t))
+        if table == NULL:
+            raise MemoryError
+        self._tables[self._tables[0] != NULL] = table
+        for q in range(size):
+            n = counts[q] * itemsize
+            table[q], table[size + q] = total, n
+            alike = alike and n == table[size]
+            total += n
+            most = max(most, n)
+        if not alike:
+            at[0], nbytes[0] = table, table + size
+        return most
+
+    cdef void place(self):
+        """Tell where the input lies, if others can read it there."""
+        cdef NodeOp *o = &self.c
+        cdef size_t nbytes, at, target = 0
+        o.source = NODE_INLINE  # or what its size takes
+        if self.send is None or o.kind == NODE_ALL_TO_ALL:
+            return
+        nbytes = cnp.PyArray_NBYTES(self.send)
+        at = self.window._shared(<void *>o.source_data, nbytes)
+        if o.kind == NODE_ALL_REDUCE:
+            target = self.window._shared(o.out, nbytes)
+        if nbytes >= IN_PLACE_FROM_BYTES and at != <size_t>-1 and target != <size_t>-1:
+            o.source, o.in_place, o.out_place = NODE_SHARED, at, target
+
+    def start(self):
+        """Start it; return what is under way."""
+        cdef Operation op = Operation.__new__(Operation)
+        cdef Window w = self.window
+        cdef bint posted
+        op.bound, op.c = self, self.c
+        if w._closed:
+            raise ClosedError("nothing can start among these ranks any more: their communicator is closed")
+        if w._first is not None:
+            w._sweep()
+        posted = node_start(&w.c, &op.c)
+        if w._first is None:
+            w._first = op
+        else:
+            w._last.after = op
+        w._last = op
+        if not posted and op.c.source in (NODE_INLINE, NODE_SMALL):
+            # It found no room yet, and the caller may write its array.
+            op._copy = PyBytes_FromStringAndSize(op.c.source_data, cnp.PyArray_NBYTES(self.send))
+            op.c.source_data = PyBytes_AS_STRING(op._copy)
+        return op
+
+
+@cython.freelist(64)
+cdef class Operation:
+    """What is under way in a window, or over."""
+
+    cdef NodeOp c
+    cdef Bound bound
+    cdef Operation after
+    cdef object _copy
+
+    def test(self):
+        """Move it along, with all else of this rank; tell whether it is over.
+
+        Raises:
+            MismatchError: If the ranks have started different operations.
+            TransportError: If a rank that it takes has left.
+        """
+        cdef Engine engine = self.bound.window.engine
+        if not self.c.state:
+            if self.c.unit > NODE_SMALL_BYTES:
+                with nogil:
+                    node_pass(&engine.c)
+            else:
+                node_pass(&engine.c)
+            if not self.c.state:
+                return False
+        if self.c.state != NODE_DONE:
+            raise self._error()
+        return True
+
+    def wait_briefly(self, double longest_s):
+        """Wait for it so long, without a look at anything else; tell whether it is over."""
+        cdef Engine engine = self.bound.window.engine
+        if not self.c.state:
+            engine.c.yield_ns = <long>(longest_s * 1e9)
+            with nogil:
+                node_wait_briefly(&engine.c, &self.c)
+        return self.test()
+
+    cdef _error(self):
+        if self.c.state == NODE_MISMATCH:
+            return on_all_ranks(
+                MismatchError(
+                    f"the ranks of a group started different collectives, or with different arrays: rank "
+                    f"{self.c.culprit} of those on this node has another one than rank {self.bound.window.rank}"
+                )
+            )
+        if self.c.state == NODE_CLOSED:
+            return ClosedError("an operation was given up: its communicator was closed while it was under way")
+        return TransportError(f"rank {self.c.culprit} of those on this node has left, and is needed")

@@ -16,6 +16,7 @@ from mpimesh.arrays import StreamScope
 from mpimesh.comm import Moved, Request, StagedRequest
 from mpimesh.comm.engine import test_often
 from mpimesh.comm.signatures import LAST_SLOT
+from mpimesh.core.node import Operation
 from mpimesh.errors import (
     ClosedError,
     CollectiveTimeoutError,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 else:
     T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
+
+_ALONE_S, _NOT_ALONE_S = 1e-3, 5e-5
 
 __all__ = ["CollectiveTensor", "OpenWork", "Owner", "Reusable"]
 
@@ -237,8 +240,13 @@ class CollectiveTensor(Generic[T_co]):
         test = self._request.test
         try:
             # Most small operations are over within a few tests: no wait need be set up.
-            group = self._group
-            done = test() or test_often(test, group.progress) or group.wait(self, timeout_s)
+            group, request = self._group, self._request
+            if type(request) is Operation:
+                # Alone, it may yield for long; else what goes by MPI is to be moved, too.
+                done = request.wait_briefly(_ALONE_S if len(group.open_work) == 1 else _NOT_ALONE_S)
+            else:
+                done = test() or test_often(test, group.progress)
+            done = done or group.wait(self, timeout_s)
         except BaseException as error:
             # Any other error is of the wait, such as one raised by a signal handler: even if the
             # operation is over meanwhile, its result can still be taken.

@@ -16,7 +16,7 @@ from tests.helpers.environment import setting
 from tests.helpers.raises import raises
 
 BY_MESSAGES = ("centralized", "tree(2)", "tree(3)", "ring")
-OTHERS = ("mpi", "virtual", "slots", "in_place", "chunks", "two_levels")
+OTHERS = ("mpi", "virtual", "node", "two_levels")
 DTYPES = [np.dtype(kind) for kind in ("f4", "f8", "i4", "i8", "u1", "f2", ">f8", "D", "?")]
 SHAPES = [(), (0,), (1,), (2,), (3, 5), (257,)]
 
@@ -178,11 +178,6 @@ def check_what_a_group_has_not_is_refused_alike(comm):
                 if group.communicator.most_bytes_by(name, algorithm) < 0:
                     with raises(GroupError, algorithm, name):
                         getattr(group, name)(x, algorithm=algorithm)
-        most = group.communicator.most_bytes_by("all_reduce", "slots")
-        if most >= 0:
-            large = np.ones(most // 8 + 1)
-            with raises(GroupError, "slots", f"{most:,}", f"{large.nbytes:,}"):
-                group.all_reduce(large, algorithm="slots")
         same(group.all_reduce(x).resolve(), np.full(4, float(group.size)))
 
 
@@ -206,14 +201,14 @@ def check_the_setting_names_algorithms(comm):
 
 
 def check_a_setting_that_a_group_has_not_leaves_the_table(comm):
-    with setting("MPIMESH_ALGORITHMS", "all_reduce=slots"), mesh_of(comm) as mesh:
+    with setting("MPIMESH_ALGORITHMS", "all_reduce=node"), mesh_of(comm) as mesh:
         group = mesh.group()
-        most = group.communicator.most_bytes_by("all_reduce", "slots")
-        for size in (0, 3, max(most, 0) // 8 + 1):
+        most = group.communicator.most_bytes_by("all_reduce", "node")
+        for size in (0, 3, 10_000):
             x = np.full(size, float(group.rank))
             expected = np.full(size, float(sum(range(group.size))))
             same(group.all_reduce(x).resolve(), expected, size)
             text = str(group.all_reduce_init(x))
-            assert ("algorithm slots" in text) == (x.nbytes <= most)
+            assert ("algorithm node" in text) == (most >= 0)
         asked = [row for row in group.algorithms() if row.reason == "MPIMESH_ALGORITHMS"]
         assert bool(asked) == (most >= 0)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.comm.algorithms import OPERATIONS, Sizes
 from mpimesh.comm.arena import Node
 from mpimesh.comm.engine import ProgressEngine
 
@@ -41,7 +40,6 @@ def opened(
     limit: int = 0,
     node_ranks: int = 0,
     part: int = 0,
-    staged: bool = True,
 ) -> Iterator[Any]:
     """Open a communicator for the ranks of `comm`.
 
@@ -51,19 +49,12 @@ def opened(
         limit: Most elements in one MPI call; any but 0 makes the stage as small as it can be.
         node_ranks: How many ranks count as a node; 0 for all.
         part: Instead, the number of this rank's node.
-        staged: Whether ordinary arrays of every size are staged; if not, they go by messages
-            once the ranks have met.
     """
     # Imported late: importing them starts MPI.
     from mpimesh.comm.routed import RoutedCommunicator
-    from mpimesh.comm.tuner import KeptSizes
 
     node = node_of(comm.rank // node_ranks if node_ranks else part)
-    sizes: Any = KeptSizes(mode, None)
-    if not staged:
-        unstaged = Sizes([1] * len(OPERATIONS), "for tests", slots_from=1)
-        sizes.of_ranks = lambda ranks, nodes=1: unstaged
-    communicator = RoutedCommunicator(comm.Dup(), node, ProgressEngine(), sizes, limit=limit)
+    communicator = RoutedCommunicator(comm.Dup(), node, ProgressEngine(), mode, limit=limit)
     yield communicator
     # Not after an error: the other ranks may be anywhere.
     communicator.free()

@@ -11,18 +11,16 @@ import pytest
 from mpimesh.comm import regions as work_on_regions, routed
 from mpimesh.comm.region_shared import CopyRule
 from mpimesh.comm.shared_window import NOTES
-from mpimesh.errors import MismatchError
 from mpimesh.layout import Part, Regions, Take
 from tests.contract.regions import gives_of, ring
 from tests.contract.shared_memory import done, opened, put
-from tests.helpers.raises import raises
 
 
 @pytest.fixture(params=[CopyRule(0, 0), CopyRule(1 << 20, 0)], ids=["in place", "copied"])
 def ranks(request, comm):
     """Read blocks in shared memory where they lie, or copy small ones first."""
     with opened(comm) as ranks:
-        ranks._shared.regions.rule = request.param
+        ranks._regions.rule = request.param
         yield ranks
 
 
@@ -112,38 +110,6 @@ def test_a_rank_that_reads_nobody_runs_ahead_and_not_too_far(comm, ranks):
     total = put(np.ones(100_000), "shared", ranks)
     done(ranks, ranks.all_reduce(None, total, "sum"))
     assert (total == n).all()
-
-
-@pytest.mark.nprocs(4, 8)
-@pytest.mark.parametrize("memory", ["ordinary", "shared"])
-def test_a_neighbour_in_another_operation_is_found(comm, memory):
-    """By those who take of it, and by itself; the others are done."""
-    with opened(comm, staged=False) as ranks:
-        me, n = ranks.rank, ranks.size
-        regions = pairs(n, 10)[me]
-        source, target = np.full(10, float(me)), np.zeros(10)
-        if me == 0:
-            x = put(np.ones(9), memory, ranks)
-            wrong = ranks.all_gather(x, np.zeros(9 * n), [9] * n)
-            if memory == "shared":
-                with raises(MismatchError, "rank 0: all_gather", "exchange_regions()") as caught:
-                    done(ranks, wrong)
-                assert not caught.value.agreed
-        elif me == 1:
-            said = "all_gather" if memory == "shared" else "another operation"
-            with raises(MismatchError, "rank 1: exchange_regions", f"rank 0: {said}") as caught:
-                done(ranks, ranks.exchange_regions(source, target, regions))
-            assert not caught.value.agreed
-        else:
-            done(ranks, ranks.exchange_regions(source, target, regions))
-            assert (target == me ^ 1).all()
-            if memory == "ordinary":
-                # What rank 0 waits for.
-                done(ranks, ranks._plain.all_gather(np.ones(9), np.zeros(9 * n), [9] * n))
-        if memory == "ordinary" and me < 2:
-            if me:
-                wrong = ranks._plain.all_gather(np.ones(9), np.zeros(9 * n), [9] * n)
-            done(ranks, wrong)
 
 
 @pytest.mark.nprocs(2, 3)

@@ -10,7 +10,6 @@ import pytest
 from mpimesh.comm import region_messages, region_shared
 from mpimesh.comm.mpi import MPICommunicator
 from mpimesh.comm.shared_window import SharedWindow
-from mpimesh.comm.shared_work import do_at_once
 from mpimesh.errors import ClosedError, MismatchError
 from mpimesh.layout import Part, Regions, Take
 from tests.contract.regions import DTYPES, gives_of, make, ring, rows_to_columns
@@ -182,7 +181,7 @@ class Idle:
         self.ranks = ranks
 
     def test(self):
-        return not self.ranks.engine.busy(self.ranks._shared)
+        return not self.ranks.engine.busy(self.ranks._window)
 
 
 @pytest.mark.nprocs(2, 3, 4, 8)
@@ -195,7 +194,7 @@ def test_an_interrupted_test_goes_on_where_it_was(comm, monkeypatch, memory, num
     box = ((0, 60_000),)
     take = Take(box, tuple(Part(r, (60_000,), box) for r in range(n)), "sum")
     gives = gives_of([[take]] * n)
-    calls = 0
+    calls, do_at_once = 0, region_shared._do_at_once
 
     def interrupted(*arguments):
         nonlocal calls
@@ -208,7 +207,7 @@ def test_an_interrupted_test_goes_on_where_it_was(comm, monkeypatch, memory, num
 
     with opened(comm) as ranks:
         if ranks.rank == 0:
-            monkeypatch.setattr(region_shared, "do_at_once", interrupted)
+            monkeypatch.setattr(region_shared, "_do_at_once", interrupted)
         source = lying(np.full(60_000, ranks.rank + 1.0), memory, ranks)
         target = np.zeros(60_000)
         regions = Regions((take,), tuple(gives[ranks.rank]))
@@ -219,26 +218,6 @@ def test_an_interrupted_test_goes_on_where_it_was(comm, monkeypatch, memory, num
             done(ranks, Idle(ranks))
         assert calls >= number or ranks.rank
         assert np.all(target == n * (n + 1) / 2)
-
-
-@pytest.mark.nprocs(2, 3, 4, 8)
-def test_ranks_in_different_collectives_learn_of_it(comm):
-    with opened(comm, limit=7) as ranks:
-        me, n = ranks.rank, ranks.size
-        plan = rows_to_columns(n, n, n)
-        for memory in ("ordinary", "shared"):
-            source, target = lying(np.ones((1, n)), "shared", ranks), np.zeros((n, 1))
-            if me:
-                wrong = start(ranks, source, target, plan[me])
-            else:
-                x = put(np.ones(9), "shared", ranks)
-                wrong = ranks.all_gather(x, np.zeros(9 * n), [9] * n)
-            with raises(MismatchError, "rank 0: all_gather", "exchange_regions()"):
-                done(ranks, wrong)
-            source = lying(np.full((1, n), me), memory, ranks)
-            target = np.zeros((n, 1), int)
-            done(ranks, start(ranks, source, target, plan[me]))
-            assert target[:, 0].tolist() == list(range(n))
 
 
 @pytest.mark.nprocs(2, 3, 4, 8)
@@ -285,7 +264,6 @@ def test_messages_where_they_are_asked_for(comm, monkeypatch):
     with opened(comm) as ranks:
         assert ranks.force("mpi") == ""
         monkeypatch.setattr(SharedWindow, "publish", refuse)
-        monkeypatch.setattr(SharedWindow, "decline", refuse)
         check(ranks, 2, "f8", "shared")
 
 

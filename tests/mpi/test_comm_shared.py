@@ -167,9 +167,8 @@ def test_all_to_all(comm, limit):
 
 
 @pytest.mark.parametrize("limit", [0, 7])
-def test_ordinary_arrays_may_go_by_messages(comm, limit):
-    """As they do in earnest: the ranks meet, find an array that is not shared, and send."""
-    with opened(comm, limit=limit, staged=False) as ranks:
+def test_many_under_way_are_resolved_last_first(comm, limit):
+    with opened(comm, limit=limit) as ranks:
         me, n = ranks.rank, comm.size
         for size in (1, 33, 300) if limit else (1, 1000, 40_000):
             counts = uneven(size, n, 0)
@@ -206,28 +205,3 @@ def test_ordinary_arrays_may_go_by_messages(comm, limit):
 def test_contract(name, node_ranks, limit, comm):
     with opened(comm, limit=limit, node_ranks=node_ranks) as ranks:
         CHECKS[name](ranks)
-
-
-def test_measured_choices_are_alike_and_right(comm):
-    with opened(comm, "auto") as ranks:
-        for size in (1, 1000, 100_000):
-            x = np.full(size, ranks.rank + 1)
-            done(ranks, ranks.all_reduce(None, x, "sum"))
-            assert np.all(x == comm.size * (comm.size + 1) // 2)
-        sizes = np.array([route.from_bytes for route in ranks.algorithms()])
-        of_rank_0 = comm.bcast(sizes, 0)
-        assert sizes.tolist() == of_rank_0.tolist()
-
-
-@pytest.mark.nprocs(2, 3, 4)
-def test_notes_without_an_identity_of_their_own_are_read_each_time(comm):
-    """After 2^31 places a rank has no number left by which a note would be known again."""
-    with opened(comm) as ranks:
-        ranks._window._next_name = 1 << 31
-        kept = []
-        for seed in range(3):
-            inputs = [numbers(rank, 16385, "f8", seed) for rank in range(comm.size)]
-            x = put(inputs[ranks.rank], "shared", ranks)
-            kept.append(x)  # so that the next one lies elsewhere
-            done(ranks, ranks.all_reduce(None, x, "sum"))
-            same_bytes(x, reduced_in_order(inputs, "sum"), seed)

@@ -25,7 +25,7 @@ def test_all_goes_the_way_that_is_asked_for(comm, backend):
             x = np.arange(float(size)) + mesh.rank
             expected = np.arange(float(size)) + (comm.size - 1) / 2
             assert np.allclose(group.all_reduce(x, "mean").resolve(), expected)
-        assert ways(group) == ({"mpi"} if backend == "mpi" else {"mpi", "slots", "chunks"})
+        assert ways(group) == ({"mpi"} if backend == "mpi" else {"node"})
         assert all(row.reason == "asked for" for row in group.algorithms() if row.operation != "*")
         # The same ranks under another name are not bound by it.
         assert mesh.group("dp").algorithms() != group.algorithms()

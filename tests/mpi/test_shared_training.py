@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.comm.shared_window import Ring
 from mpimesh.nn import Constant, Parameter
 from mpimesh.parallel import GradientBuckets
 from mpimesh.runtime.world import current_world
@@ -20,21 +19,6 @@ MESHES = {2: ["dp=2", "pp=2"], 4: ["dp=2,pp=2"], 8: ["dp=4,pp=2"]}
 def bits(trained):
     arrays = [np.array(trained.losses), np.array(trained.norms), np.asarray(trained.outputs)]
     return [array.tobytes() for array in (*arrays, *trained.state.values())]
-
-
-@pytest.fixture
-def staged(monkeypatch):
-    """The number of looks of this rank at the stage, through which ordinary arrays go."""
-    looks = []
-    inputs = Ring.views
-
-    def look(self, *args, **options):
-        looks.append(args)
-        return inputs(self, *args, **options)
-
-    monkeypatch.setattr(Ring, "views", look)
-    monkeypatch.setenv("MPIMESH_CHECKS", "0")
-    return looks
 
 
 @pytest.mark.nprocs(2, 3, 4, 8)
@@ -68,30 +52,16 @@ def test_gradients_lie_in_shared_memory(comm, monkeypatch):
 
 @pytest.mark.nprocs(2, 3, 4, 8)
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_arrays_in_shared_memory_are_reduced_where_they_lie(comm, op, staged, monkeypatch):
-    monkeypatch.setenv("MPIMESH_NODE_SHARED", "always")
+def test_arrays_are_reduced_wherever_they_lie(comm, op):
     with mm.DeviceMesh("dp=-1", comm) as mesh:
         group = mesh.group()
         expected = {"sum": comm.size * (comm.size + 1) / 2, "mean": (comm.size + 1) / 2}[op]
-        for make in (mesh.shared_empty, np.empty):
+        mixed = np.empty if mesh.rank == 1 else mesh.shared_empty
+        for make in (mesh.shared_empty, np.empty, mixed):
             x = make(100_000)
             x[...] = mesh.rank + 1
-            staged.clear()
             assert group.all_reduce(x, op, out=x).resolve() is x
             assert np.all(x == expected)
-            assert bool(staged) == (make is np.empty)
-
-
-@pytest.mark.nprocs(2, 3, 4, 8)
-def test_one_ordinary_array_sends_all_through_the_stage(comm, staged, monkeypatch):
-    monkeypatch.setenv("MPIMESH_NODE_SHARED", "always")
-    with mm.DeviceMesh("dp=-1", comm) as mesh:
-        group = mesh.group()
-        x = (np.empty if mesh.rank == 1 else mesh.shared_empty)(100_000)
-        x[...] = mesh.rank + 1
-        group.all_reduce(x, out=x).resolve()
-        assert np.all(x == comm.size * (comm.size + 1) / 2)
-        assert staged
 
 
 @pytest.mark.nprocs(2, 4)

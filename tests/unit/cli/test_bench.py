@@ -10,9 +10,9 @@ from rich.console import Console
 
 from mpimesh.cli.bench import COLLECTIVES, Point, _crowded, _page, bench_svg
 from mpimesh.cli.console import print_page
-from mpimesh.comm.algorithms import OPERATIONS
 
-WAYS = ("mpi4py", "messages", "memory", "arrays", "planned", "shared", "sh.plan")
+OPERATIONS = [one.operation for one in COLLECTIVES]
+WAYS = ("mpi4py", "messages", "arrays", "planned", "shared", "sh.plan")
 POINTS = [
     Point(operation, nbytes, way, "mpi", (place + 1) * nbytes * 1e-9, 1 / (place + 1), 3)
     for nbytes, operation in product((8, 4096, 64 << 20), OPERATIONS)
@@ -29,7 +29,7 @@ def test_the_page_fits_80_columns(tmp_path):
     assert lines[0] == "mpimesh bench: 2 ranks on 1 node"
     assert lines[1] == "a note"
     row = next(line for line in lines if line.startswith("4 KiB"))
-    microseconds = [f"{(place + 1) * 4.096:.3g}" for place in range(7)]
+    microseconds = [f"{(place + 1) * 4.096:.3g}" for place in range(len(WAYS))]
     assert row.split() == ["4", "KiB", *microseconds, "0.5x", "0.50"]
     largest = next(line for line in lines if line.startswith("64 MiB"))
     assert largest.split()[2] == "67,109"
@@ -65,7 +65,3 @@ def test_ranks_that_take_turns_are_said(places, words):
     found = _crowded(places)
     assert len(found) == bool(words)
     assert all(word in found[0] for word in words)
-
-
-def test_every_operation_of_the_table_of_algorithms_is_measured():
-    assert {one.operation for one in COLLECTIVES} == {*OPERATIONS}

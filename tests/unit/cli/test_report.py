@@ -13,7 +13,7 @@ from mpimesh.arguments import size_text
 from mpimesh.cli.console import rate_text, seconds_text
 from mpimesh.cli.doctor import find_findings, show
 from mpimesh.cli.facts import Capability, Cuda, Finding, Measurement, Mpi
-from mpimesh.comm.algorithms import Algorithms, Row, Sizes
+from mpimesh.comm.algorithms import Algorithms, Row
 from tests.helpers.cli_diagnoses import diagnosis, rank
 
 GPU = {"gpu": "0: H200", "gpu_id": "GPU-a"}
@@ -37,7 +37,7 @@ RICH = diagnosis(
         Algorithms(
             [
                 Row("*", "host", 0, "mpi", "small"),
-                Row("all_reduce", "host", 32768, "slots", "measured"),
+                Row("all_reduce", "host", 32768, "two_levels", "measured"),
             ]
         )
     ),
@@ -96,14 +96,17 @@ def test_speeds_and_algorithms_have_their_lines():
     assert "1.5 us   12.3 GB/s" in text
     assert "no memory" in text
     assert lines_with(text, "measured") == [
-        ["all_reduce", "from", "32", "KiB", "host", "slots", "measured"]
+        ["all_reduce", "from", "32", "KiB", "host", "two_levels", "measured"]
     ]
 
 
 def test_each_line_of_algorithms_has_its_own():
     """Also in a narrow window, and where several operations go one way for one reason."""
-    table = Sizes([1 << 14] * 5, "faster, as measured on this machine before", slots_from=1 << 12)
-    facts = diagnosis(algorithms=tuple(table.on_one_node(1 << 17)))
+    rows = [Row("*", "host", 0, "mpi", "MPI's own collective")]
+    why = "faster, as measured on this machine before"
+    for name in ("all_reduce", "broadcast", "all_gather"):
+        rows += [Row(name, "host", 1 << 14, "node", why)]
+    facts = diagnosis(algorithms=tuple(Algorithms(rows)))
     text = page(facts, width=80).split("moves them\n")[1].split("\n\n")[0]
     lines = [line for line in text.splitlines()[1:] if line[:3].strip()]
     assert len(lines) == len(facts.algorithms)

@@ -80,8 +80,8 @@ def test_b19_any_number_of_ranks_and_elements(ranks, size, algorithm, dtype, op,
 
 ROWS = [
     Row("all_reduce", "host", 0, "mpi", "small", "one"),
-    Row("all_reduce", "host", 100, "slots", "fast", "one"),
-    Row("all_reduce", "host", 1000, "chunks", "large", "one"),
+    Row("all_reduce", "host", 100, "two_levels", "fast", "one"),
+    Row("all_reduce", "host", 1000, "node", "large", "one"),
     Row("all_reduce", "shared", 500, "in_place", "fast", "one"),
     Row("*", "host", 0, "mpi", "others"),
 ]
@@ -90,16 +90,29 @@ ROWS = [
 def test_a_setting_replaces_the_rows_of_its_operation():
     table = Algorithms(ROWS).with_setting("all_reduce", "ring", NEVER)
     for nbytes in (0, 99, 100, 5000):
-        assert table.ways("all_reduce", nbytes) == ("ring", "ring")
-        assert table.ways("broadcast", nbytes) == ("mpi", "mpi")
+        assert (
+            table.pick("all_reduce", "host", nbytes)
+            == table.pick("all_reduce", "shared", nbytes)
+            == "ring"
+        )
+        assert table.pick("broadcast", "host", nbytes) == "mpi"
     assert {row.reason for row in table if row.operation == "all_reduce"} == {SETTING}
 
 
 def test_above_what_an_algorithm_can_move_the_table_holds():
-    table = Algorithms(ROWS).with_setting("all_reduce", "slots", 700)
-    assert table.ways("all_reduce", 700) == ("slots", "slots")
-    assert table.ways("all_reduce", 701) == ("slots", "in_place")
-    assert table.ways("all_reduce", 1000) == ("chunks", "in_place")
+    table = Algorithms(ROWS).with_setting("all_reduce", "two_levels", 700)
+    assert [table.pick("all_reduce", memory, 700) for memory in ("host", "shared")] == [
+        "two_levels",
+        "two_levels",
+    ]
+    assert [table.pick("all_reduce", memory, 701) for memory in ("host", "shared")] == [
+        "two_levels",
+        "in_place",
+    ]
+    assert [table.pick("all_reduce", memory, 1000) for memory in ("host", "shared")] == [
+        "node",
+        "in_place",
+    ]
 
 
 def test_a_setting_is_shown_also_where_it_changes_nothing():

@@ -22,7 +22,11 @@ def test_each_file_that_it_names_is_there(name):
 
 
 def test_each_method_and_class_that_it_names_is_there():
-    text = "\n".join(path.read_text() for path in sorted(ROOT.rglob("*.py")))
+    text = "\n".join(
+        path.read_text()
+        for path in sorted(ROOT.rglob("*.py*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    )
     for name in {n for n in NAMES if not n.endswith(".py") and not n.isupper()}:
         owner, _, method = name.rpartition(".")
         if owner[:1].isupper():

@@ -11,61 +11,58 @@ import numpy as np
 import pytest
 
 from mpimesh.comm import ProgressEngine
-from mpimesh.comm.arena import Arena, bell_of, map_file
-from mpimesh.comm.engine import BELL_BYTES, Doorbell, poll
-
-pytestmark = pytest.mark.skipif(not Doorbell.possible(), reason="needs futexes")
+from mpimesh.comm.arena import Arena, door_of, map_file
+from mpimesh.comm.engine import poll
+from mpimesh.core.node import DOOR_BYTES, Door, Engine
 
 LONG_S = 20.0
 
 
-def bell():
-    return Doorbell(np.zeros(BELL_BYTES, np.uint8))
+@pytest.fixture
+def core():
+    return Engine(Door(np.zeros(DOOR_BYTES, np.uint8)))
 
 
-def test_a_bell_that_has_rung_before_lets_nobody_sleep():
-    own = bell()
-    rung = own.lie_down()
-    own.ring()
+def test_a_bell_that_has_rung_before_lets_nobody_sleep(core):
+    bell = core.bell()
+    core.door.ring()
     start_s = time.perf_counter()
-    assert own.sleep(rung, LONG_S)
+    assert core.sleep(bell, LONG_S)
     assert time.perf_counter() - start_s < LONG_S / 2
-    own.get_up()
+    assert core.door.asleep == 0
 
 
-def test_nobody_rings():
-    own = bell()
+def test_nobody_rings(core):
     start_s = time.perf_counter()
-    assert not own.sleep(own.lie_down(), 0.05)
+    assert not core.sleep(core.bell(), 0.05)
     assert time.perf_counter() - start_s >= 0.045
 
 
-def test_who_is_awake_is_not_rung():
-    own = bell()
-    rung = own.lie_down()
-    own.get_up()
-    own.ring()
-    assert not own.sleep(rung, 0.01)
-
-
 def test_a_count_that_is_full_begins_anew():
-    memory = np.zeros(BELL_BYTES, np.uint8)
+    memory = np.zeros(DOOR_BYTES, np.uint8)
     memory[:4].view(np.uint32)[0] = (1 << 32) - 1
-    own = Doorbell(memory)
-    assert own.lie_down() == (1 << 32) - 1
-    own.ring()
-    assert own.lie_down() == 0
+    core = Engine(Door(memory))
+    bell = core.bell()
+    assert bell == (1 << 32) - 1
+    core.door.ring()
+    assert core.bell() == 0
+    assert core.sleep(bell, LONG_S)
 
 
-def test_another_thread_wakes_a_wait():
+def test_too_little_memory_is_no_door():
+    with pytest.raises(ValueError, match=f"takes {DOOR_BYTES} bytes"):
+        Door(np.zeros(DOOR_BYTES - 1, np.uint8))
+
+
+def test_another_thread_wakes_a_wait(core):
     engine = ProgressEngine()
-    engine.bell = own = bell()
+    engine.core = core
     came: list[float] = []
 
     def come():
         time.sleep(0.2)
         came.append(time.perf_counter())
-        own.ring()
+        core.door.ring()
 
     thread = Thread(target=come)
     thread.start()
@@ -74,9 +71,9 @@ def test_another_thread_wakes_a_wait():
     thread.join()
 
 
-def test_a_wait_without_a_ring_ends_all_the_same():
+def test_a_wait_without_a_ring_ends_all_the_same(core):
     engine = ProgressEngine()
-    engine.bell = bell()
+    engine.core = core
     end_s = time.perf_counter() + 0.05
     assert poll(lambda: time.perf_counter() > end_s, LONG_S, engine=engine)
     assert not poll(lambda: False, 0.05, engine=engine)
@@ -84,26 +81,24 @@ def test_a_wait_without_a_ring_ends_all_the_same():
 
 def test_another_process_wakes_one():
     arena = Arena()
-    own = arena.bell
-    assert own is not None
-    rung = own.lie_down()
+    core = Engine(arena.door)
+    bell = core.bell()
     child = os.fork()
     if not child:
         # As a neighbour does: by its own mapping of the same file.
-        other = bell_of(map_file(os.open(f"/proc/{os.getppid()}/fd/{arena.fd}", os.O_RDWR), 4096))
+        other = door_of(map_file(os.open(f"/proc/{os.getppid()}/fd/{arena.fd}", os.O_RDWR), 4096))
         time.sleep(0.2)
-        if other is not None:
-            other.ring()
+        other.ring()
         os._exit(0)
     start_s = time.perf_counter()
-    assert own.sleep(rung, LONG_S)
+    assert core.sleep(bell, LONG_S)
     assert time.perf_counter() - start_s < LONG_S / 2
     os.waitpid(child, 0)
 
 
-def test_a_signal_ends_a_nap_and_its_handler_may_raise():
+def test_a_signal_ends_a_nap_and_its_handler_may_raise(core):
     engine = ProgressEngine()
-    engine.bell = bell()
+    engine.core = core
 
     def handle(number, frame):
         raise KeyboardInterrupt
@@ -115,4 +110,4 @@ def test_a_signal_ends_a_nap_and_its_handler_may_raise():
             poll(lambda: False, LONG_S, engine=engine)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert not engine.bell.sleep(engine.bell.lie_down(), 0.001)
+    assert not core.sleep(core.bell(), 0.001)
