@@ -10,6 +10,9 @@
  *   - an entry, or a slot, is written again only when all ranks have read past the operation that used it (`read`);
  *   - after a store that others may wait for comes a fence, then a look at `waiters`; who sleeps sets its bit, fences,
  *     and looks again before it sleeps: one of the two sees the other. Release alone would lose a wake-up.
+ * So each rank's stores are seen in their order, and its loads are made in theirs; only a load may overtake a store, on
+ * x86 as on aarch64, and only between a store and the look at `waiters` does that matter. tests/unit/core/model.py has
+ * these functions by their names, tries every interleaving, and fails for each of the rules that is left out.
  */
 #ifndef MPIMESH_NODE_H
 #define MPIMESH_NODE_H
@@ -104,7 +107,7 @@ typedef struct {
         node_u64 put;    /* up to where its pieces lie in slots */
         node_u64 summed; /* up to where its part is summed */
         node_u64 read;   /* up to where it has read and written all that it ever will */
-        node_u64 refused; /* the number at which it has seen a mismatch */
+        node_u64 refused; /* from which number on, and why: NODE_AT(number, 2 * culprit + is lost) */
     } __attribute__((aligned(128))) at;
     node_u64 waiters[NODE_MAX_RANKS / 64] __attribute__((aligned(128))); /* who sleeps until it moves: any sets its bit */
     node_u32 told[NODE_TEXTS]; /* the digests whose texts are below; 0 while one is written */
@@ -183,12 +186,12 @@ typedef struct NodeWindow {
     NodeOp *head, *tail, *unposted;
     uint64_t small_used[NODE_SMALLS], piece_used[NODE_PIECES]; /* by whom, as NODE_AT one past it */
     uint64_t smalls, pieces;
-    uint64_t over;             /* the number from which on everything is refused */
+    uint64_t over, shown;      /* the number from which on everything is refused; what the others see of it */
     int32_t over_state, culprit;
     int lacks[3];              /* ranks without which nothing moved: to post, to put a piece, to go on */
     int awaited[3];            /* those that are to ring when they move */
     int moved, listed;
-    uint64_t gone;             /* NODE_AT(number, rank) of one that has left: looked at once more */
+    uint64_t gone[NODE_MAX_RANKS / 64]; /* who was seen to have left: a later look finds all that it ever posts */
     uint64_t operations, bytes;
     char *scratch;             /* `scratch_bytes` for each rank, for REMOTE ones */
     uint64_t scratch_bytes;    /* node_scratch_bytes(), or 0: NODE_CHUNK_BYTES */
@@ -207,7 +210,8 @@ static inline void node_ring_sleeper(NodeDoor *door) {
     node_wake(door);
 }
 
-/* After a store that others may wait for. */
+/* After a store that others may wait for. The fence keeps the load of `waiters` behind it; the exchange is atomic for a
+ * bit that is set meanwhile, whose rank has not looked again yet, and will see the store. */
 static inline void node_ring(NodeWindow *w) {
     node_u64 *waiters = w->lane[w->rank]->waiters;
     atomic_thread_fence(memory_order_seq_cst);
@@ -264,27 +268,40 @@ static int node_refuse(NodeWindow *w, uint64_t number, int state, int q) {
         w->over = number;
         w->over_state = state;
         w->culprit = q;
-        atomic_store_explicit(&w->lane[w->rank]->at.refused, number, memory_order_release);
         w->moved = 1;
     }
     return 0;
+}
+
+/* Show it, between two moves only: others take it that this rank touches nothing of what it refuses any more. */
+static void node_show_refused(NodeWindow *w) {
+    if (w->shown == w->over) return;
+    w->shown = w->over;
+    uint64_t why = (uint64_t)w->culprit * 2 + (w->over_state == NODE_LOST);
+    atomic_store_explicit(&w->lane[w->rank]->at.refused, NODE_AT(w->over, why), memory_order_release);
+    w->moved = 1;
 }
 
 /* Rank q is missing: note it for the sleep, and look whether it will ever come. */
 static int node_lacks(NodeWindow *w, int what, int q, uint64_t number) {
     w->lacks[what] = q;
     uint64_t refused = atomic_load_explicit(&w->lane[q]->at.refused, memory_order_acquire);
-    if (refused && refused <= number) return node_refuse(w, refused, NODE_MISMATCH, q);
+    if (refused && refused >> 20 <= number) { /* for its reason; its culprit may be this rank, for which it is q */
+        int culprit = (int)(refused >> 1 & 0x7FFFF), state = refused & 1 ? NODE_LOST : NODE_MISMATCH;
+        return node_refuse(w, refused >> 20, state, culprit == w->rank ? q : culprit);
+    }
     if (atomic_load_explicit(&w->door[q]->left, memory_order_acquire)) {
-        /* It may have posted between the look at its word and the look at its door: look again. */
-        if (w->gone == NODE_AT(number, q + 1)) return node_refuse(w, number, NODE_LOST, q);
-        w->gone = NODE_AT(number, q + 1);
+        /* It may have posted between the look at its word and the look at its door: look again. After this acquire
+         * all that it ever stored is seen, whatever is looked for. */
+        if (w->gone[q / 64] >> q % 64 & 1) return node_refuse(w, number, NODE_LOST, q);
+        w->gone[q / 64] |= 1ull << q % 64;
         w->moved = 1;
     }
     return 0;
 }
 
-/* True where rank q has posted the operation of this number, and the same one. */
+/* True where rank q has posted the operation of this number, and the same one. The acquire is for its entry and what
+ * that speaks of; the word stays until this rank has read past it. */
 static inline int node_posted(NodeWindow *w, int q, uint64_t number) {
     uint64_t word = atomic_load_explicit(&node_entry(w, q, number)->word, memory_order_acquire);
     uint64_t own = atomic_load_explicit(&node_entry(w, w->rank, number)->word, memory_order_relaxed);
@@ -303,7 +320,8 @@ static int node_all_at(NodeWindow *w, size_t counter, uint64_t at, int what, uin
     return 1;
 }
 
-/* True where every rank has read what was before `at`, so that its place may be written again. */
+/* True where every rank has read what was before `at`, so that its place may be written again: their release of `read`
+ * keeps their last loads from it, the acquire here keeps the stores to it, on their sides. */
 static int node_room(NodeWindow *w, uint64_t at, int what, uint64_t number) {
     if (w->seen_read >= at) return 1;
     uint64_t least = UINT64_MAX;
@@ -660,6 +678,23 @@ static int node_advance(NodeWindow *w, NodeOp *o) {
     return 1;
 }
 
+/* True where nobody touches this rank's memory for a refused operation any more: who is not through may still read it. */
+static int node_out(NodeWindow *w, NodeOp *o) {
+    if (o->source != NODE_SHARED && o->source != NODE_REMOTE) return 1;
+    if (w->unposted && w->unposted->number <= o->number) return 1;
+    for (int i = 1; i < w->size; i++) {
+        int q = w->rank + i < w->size ? w->rank + i : w->rank + i - w->size;
+        NodeLane *its = w->lane[q];
+        if (atomic_load_explicit(&its->at.read, memory_order_acquire) >= NODE_AT(o->number + 1, 0)) continue;
+        uint64_t refused = atomic_load_explicit(&its->at.refused, memory_order_acquire);
+        if (refused && refused >> 20 <= o->number) continue;
+        if (atomic_load_explicit(&w->door[q]->left, memory_order_acquire)) continue;
+        w->lacks[2] = q;
+        return 0;
+    }
+    return 1;
+}
+
 static void node_over(NodeWindow *w, NodeOp *o, int state) {
     NodeRecord *r = &w->engine->record[o->record % NODE_RECORDS];
     if (r->number == o->number && r->window == w->id) r->end_ns = node_ns(), r->state = state;
@@ -679,9 +714,10 @@ static void node_pass_window(NodeWindow *w) {
         node_over(w, w->head, NODE_DONE);
         if (w->unposted) node_post(w);
     }
+    node_show_refused(w);
     if (w->over && w->head && w->head->number >= w->over) {
-        while (w->head) node_over(w, w->head, w->over_state), w->moved = 1;
-        w->unposted = 0;
+        while (w->head && node_out(w, w->head)) node_over(w, w->head, w->over_state), w->moved = 1;
+        if (!w->head) w->unposted = 0;
     }
 }
 
@@ -757,6 +793,7 @@ static int node_start_many(NodeWindow *w, NodeOp *const *o, int n) {
     if (n && !w->listed) w->listed = 1, w->next = e->active, e->active = w;
     w->moved = 0;
     node_post(w);
+    node_show_refused(w);
     if (w->moved) node_ring(w);
     e->rouse = 1;
     /* Another thread may have seen one through by then, and its owner may have freed it: not after the lock. */
@@ -769,7 +806,8 @@ static int node_start(NodeWindow *w, NodeOp *o) {
     return node_start_many(w, &o, 1);
 }
 
-/* Ask the ranks that are lacking to ring when they move. */
+/* Ask the ranks that are lacking to ring when they move. The fence keeps the second look behind the bits: on x86 the
+ * atomic OR would do. */
 static void node_await(NodeEngine *e) {
     for (NodeWindow *w = e->active; w; w = w->next)
         for (int i = 0; i < 3; i++) {

@@ -1,0 +1,92 @@
+/* What ranks are told when one of three has left, one rank's moves after the other's. Prints "ok", or what is wrong. */
+#define _GNU_SOURCE
+#include "node.h"
+#include "kernels.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+enum { RANKS = 3, BYTES = 1000, MANY = 40 };
+static NodeEngine e[RANKS];
+static NodeWindow w[RANKS];
+static NodeDoor doors[RANKS];
+static char heap[RANKS][BYTES];
+
+static void make(void) {
+    NodeLane *lanes = mmap(0, sizeof(NodeLane) * RANKS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    for (int r = 0; r < RANKS; r++) {
+        node_engine_init(&e[r]);
+        e[r].mine = &doors[r];
+        w[r].engine = &e[r], w[r].size = RANKS, w[r].rank = r;
+        w[r].lane = malloc(sizeof(void *) * RANKS), w[r].door = malloc(sizeof(void *) * RANKS);
+        w[r].segment = malloc(sizeof(void *) * RANKS);
+        for (int q = 0; q < RANKS; q++) {
+            w[r].lane[q] = &lanes[q], w[r].door[q] = &doors[q];
+            w[r].segment[q] = malloc(sizeof(char *)), w[r].segment[q][0] = heap[q];
+        }
+    }
+}
+
+static void start(int r, NodeOp *o, int kind, int root, int bytes, void *in, void *out, int source) {
+    memset(o, 0, sizeof *o);
+    o->in = in, o->out = out, o->unit = (uint64_t)bytes, o->fold = sum_i64, o->item = 8, o->digest = 7;
+    o->kind = (uint8_t)kind, o->root = (int16_t)root, o->source = (uint8_t)source;
+    node_start(&w[r], o);
+}
+
+static int state(int r, NodeOp *o) {
+    for (int i = 0; i < 200 && !o->state; i++) node_pass(&e[r]);
+    return o->state;
+}
+
+/* More started than there is room for, by a rank that lacks another one for its first as well as for its last. */
+static int pending(void) {
+    static NodeOp o[MANY];
+    static char x[MANY][BYTES];
+    make();
+    for (int k = 0; k < MANY; k++) start(2, &o[k], NODE_ALL_REDUCE, 0, BYTES, x[k], x[k], 0);
+    node_leave(&e[0]);
+    for (int k = 0; k < MANY; k++)
+        if (state(2, &o[k]) != NODE_LOST || o[k].culprit != 0) return printf("%d: %d by %d\n", k, o[k].state, o[k].culprit);
+    return 0;
+}
+
+/* Rank 0 needs rank 1, which has left; rank 2 needs only what rank 0 posts no more. */
+static int told(void) {
+    NodeOp reduce[2], broadcast[2];
+    int64_t x[4] = {0};
+    make();
+    node_leave(&e[1]);
+    start(0, &reduce[0], NODE_REDUCE, 0, 8, &x[0], &x[1], 0);
+    if (state(0, &reduce[0]) != NODE_LOST) return printf("the root: %d\n", reduce[0].state);
+    start(0, &broadcast[0], NODE_BROADCAST, 0, 8, &x[0], &x[1], 0);
+    start(2, &reduce[1], NODE_REDUCE, 0, 8, &x[2], &x[3], 0);
+    start(2, &broadcast[1], NODE_BROADCAST, 0, 8, &x[2], &x[3], 0);
+    if (state(2, &broadcast[1]) != NODE_LOST || broadcast[1].culprit != 1)
+        return printf("the other: %d by %d\n", broadcast[1].state, broadcast[1].culprit);
+    return 0;
+}
+
+/* Rank 1 takes rank 0's array in place, rank 0's own result comes from rank 2. */
+static int in_place(void) {
+    NodeOp o[2];
+    int64_t *x = (int64_t *)heap[0], mine = 5, out[2] = {0};
+    make();
+    *x = 100;
+    start(0, &o[0], NODE_SHIFT, 1, 8, x, &out[0], NODE_SHARED);
+    start(1, &o[1], NODE_SHIFT, 1, 8, &mine, &out[1], 0);
+    node_leave(&e[2]);
+    if (state(0, &o[0])) *x = -1; /* resolved: its own again */
+    if (state(1, &o[1]) != NODE_DONE || out[1] != 100) return printf("%d, %ld\n", o[1].state, (long)out[1]);
+    if (state(0, &o[0]) != NODE_LOST) return printf("the first: %d\n", o[0].state);
+    return 0;
+}
+
+int main(int argc, char **argv) {
+    int bad = argc < 2             ? 1
+              : argv[1][0] == 'p'  ? pending()
+              : argv[1][0] == 't'  ? told()
+                                   : in_place();
+    if (!bad) printf("ok\n");
+    return bad != 0;
+}
