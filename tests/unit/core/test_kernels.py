@@ -127,9 +127,10 @@ def test_a_fold_keeps_signs_of_zeros_and_of_a_nan(fold, name, operation):
     # Of two NaN either may be kept; and a minimum of zeros may have either sign.
     dtype, rng = np.dtype(DTYPES[name]), np.random.default_rng(2)
     for ranks in (1, 2, 3, 9):
-        rows = rng.choice([0.0, -0.0, 1.0, -1.0], (ranks, 2000))
-        rows[rng.integers(ranks, size=500), np.arange(500)] = np.nan
-        rows = [row.astype(dtype) for row in rows * rng.choice([1.0, -1.0], (ranks, 2000))]
+        values = rng.choice([0.0, -0.0, 1.0, -1.0], (ranks, 2000))
+        values[rng.integers(ranks, size=500), np.arange(500)] = np.nan
+        values *= rng.choice([1.0, -1.0], (ranks, 2000))
+        rows = [row.astype(dtype) for row in values]
         got, want = folded(fold, name, operation, rows), expected(name, operation, rows)
         np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
         np.testing.assert_array_equal(np.signbit(got), np.signbit(want))
