@@ -67,11 +67,12 @@ setup(
     cmdclass={"build_ext": BuildCore},
     ext_modules=[
         Extension(
-            "mpimesh.core.node",
-            ["mpimesh/core/node.pyx"],
+            f"mpimesh.core.{name}",
+            [f"mpimesh/core/{name}.pyx"],
             include_dirs=["mpimesh/core"],
             define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
             extra_compile_args=FLAGS,
         )
+        for name in ("node", "call")
     ],
 )

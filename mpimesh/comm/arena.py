@@ -32,7 +32,7 @@ import numpy as np
 from mpimesh.arguments import digest_bits
 from mpimesh.arrays.memory import address_of, memory_at
 from mpimesh.arrays.namespace import HostArray
-from mpimesh.core.node import DOOR_BYTES, Door, Engine
+from mpimesh.core.node import DOOR_BYTES, Door, Engine, can_read
 from mpimesh.errors import TransportError
 
 __all__ = ["Arena", "FreeList", "Node", "WarmParts", "door_of"]
@@ -72,6 +72,7 @@ class Arena:
         fd: The file's number in this process.
         memory: All of it, as this process has it mapped.
         nbytes: Length of the file, most of which nothing is stored in.
+        place: Where it begins in this process.
         token: What stands in its first eight bytes, to tell it from any other file.
         door: Where this process sleeps.
 
@@ -91,7 +92,7 @@ class Arena:
             os.close(self.fd)
             raise
         self._buffer = memoryview(self.memory)  # type: ignore[arg-type]
-        self._address: int = self.memory.__array_interface__["data"][0]
+        self.place: int = self.memory.__array_interface__["data"][0]
         self.nbytes = self.memory.nbytes
         self._parts = FreeList(self.nbytes)
         if warm_bytes is None:
@@ -156,7 +157,7 @@ class Arena:
         address = address_of(array)
         if address is None:
             address = array.__array_interface__["data"][0]
-        at: int = address - self._address
+        at: int = address - self.place
         return at if at >= 0 and at + array.nbytes <= self.nbytes else -1
 
     def trim(self) -> None:
@@ -284,10 +285,17 @@ class Node:
 
     @property
     def address(self) -> tuple[int, ...]:
-        """Node, process, file, token and length: what others need to find this memory."""
-        if self.arena is None:
-            return (self._key, 0, -1, 0, 0)
-        return (self._key, os.getpid(), self.arena.fd, self.arena.token, self.arena.nbytes)
+        """Node, process, file, token, length and place: what others need to find this memory."""
+        arena = self.arena
+        if arena is None:
+            return (self._key, 0, -1, 0, 0, 0)
+        return (self._key, os.getpid(), arena.fd, arena.token, arena.nbytes, arena.place)
+
+    @staticmethod
+    def can_read(address: tuple[int, ...]) -> bool:
+        """Tell whether this process may read any memory of the one with this address."""
+        _, pid, _, token, _, place = address
+        return can_read(pid, place + _TOKEN_AT, token)
 
     def keep(self, memory: HostArray | None) -> None:
         """Never hand `memory` out again: other processes may still look at it."""
@@ -305,7 +313,7 @@ class Node:
 
 
 def _open(address: tuple[int, ...]) -> HostArray:
-    _, pid, fd, token, nbytes = address
+    _, pid, fd, token, nbytes, _ = address
     if fd < 0:
         raise TransportError(f"process {pid} has no memory for others")
     try:

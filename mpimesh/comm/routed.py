@@ -177,7 +177,8 @@ class RoutedCommunicator(MPICommunicator):
                 memories = [self._node.open(tuple(table[rank, :-2].tolist())) for rank in members]
             except TransportError as error:
                 why_not = str(error)
-        could = np.array([len(memories)], np.int64)
+        reads = [self._node.can_read(tuple(table[rank, :-2].tolist())) for rank in members]
+        could = np.array([len(memories), all(reads)], np.int64)
         poll(comm.Iallreduce(MPI.IN_PLACE, could, MPI.MIN).Test)
         core = self._node.core
         if arena is None or core is None or not could[0]:
@@ -200,7 +201,8 @@ class RoutedCommunicator(MPICommunicator):
                 doors=[door_of(memory) for memory in memories],
             )
             lanes = [start + lane_at for start in starts]
-            self._here = Window(core, place, memories, lanes, window.doors)
+            pids = table[members, 1].tolist() if could[1] else ()
+            self._here = Window(core, place, memories, lanes, window.doors, pids)
             self.lending = Lending(arena, dict(zip(members, memories, strict=True)), window.fence)
         return nodes
 

@@ -53,6 +53,7 @@ import numpy as np
 
 from mpimesh.arguments import digest_bits, rank_names
 from mpimesh.arrays.namespace import HostArray
+from mpimesh.core.call import Board
 from mpimesh.errors import MismatchError
 
 __all__ = [
@@ -86,7 +87,7 @@ _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 _UNKNOWN = "what is not known any more"
 
 
-class Signatures:
+class Signatures(Board):
     """The boards of the ranks of one communicator that share a node, of which one is this rank's.
 
     Args:
@@ -95,9 +96,6 @@ class Signatures:
         boards: `BOARD_BYTES` of each, zero at first.
         refuses: Whether nothing is started after a mismatch. If not, each later operation is
             started, compared, and raises it where its result is taken.
-
-    Attributes:
-        others: The words of the other ranks; that of operation n stands in ``n & LAST_SLOT``.
     """
 
     def __init__(
@@ -108,6 +106,7 @@ class Signatures:
         *,
         refuses: bool = True,
     ) -> None:
+        super().__init__(place, boards, refuses, SLOTS)
         self._ranks = ranks
         self._place = place
         self._boards = boards
@@ -117,14 +116,10 @@ class Signatures:
             for board in boards
         ]
         self._mine = self._words[place]
-        self.others = [words for one, words in enumerate(self._words) if one != place]
-        self._total = 0
+        self._others = [one for one in range(len(boards)) if one != place]
         self._digests: dict[Signature, int] = {}
         self._texts: dict[int, str] = {}
         self._written = 0
-        # The first operation in which this rank has found a mismatch; 0 for none.
-        self._apart = 0
-        self._refuses = refuses
 
     def digest(self, signature: Signature) -> int:
         """Return the digest of a signature, which the other ranks can look up from now on."""
@@ -136,32 +131,9 @@ class Signatures:
         For what is one signature in several calls, which compare themselves by other means. What
         was found to differ keeps its text.
         """
-        if not self._apart and self._texts.get(digest) != text:
+        if not self.apart and self._texts.get(digest) != text:
             self._texts[digest] = text
             self._write(digest, text)
-
-    def post(self, number: int, digest: int) -> int:
-        """Post what this rank is about to start as operation `number`, by its digest.
-
-        Returns:
-            The word, to be compared later; 0 if all others have posted the same already; -1 if
-            another rank has started something else: then it must not be started.
-        """
-        if self._apart and self._refuses:
-            return -1
-        # Literals, as this is done for each operation.
-        self._total = total = (3 * self._total + digest) & 0xFFFFFFF
-        at = number & LAST_SLOT
-        self._mine[at] = word = number << 28 | total
-        left = 0
-        for words in self.others:
-            theirs = words[at]
-            if theirs != word:
-                left = word
-                if theirs >> 28 == number and self._refuses:
-                    self._refuse(self._first(words, number))
-                    return -1
-        return left
 
     def compare(self, number: int, word: int, group: str) -> None:
         """Look at the others' words of operation `number`. Never waits.
@@ -174,11 +146,13 @@ class Signatures:
         Raises:
             MismatchError: If one of them is known to have started something else, be it before.
         """
+        if self.agrees(number, word):
+            return
         at = number & LAST_SLOT
-        for words in self.others:
-            theirs = words[at]
+        for place in self._others:
+            theirs = self._words[place][at]
             if theirs != word and theirs >> _TOTAL_BITS == number:
-                self._refuse(self._first(words, number))
+                self.found(place, number)
                 raise self.error(group)
 
     def look(self, number: int, group: str) -> None:
@@ -190,7 +164,7 @@ class Signatures:
         Raises:
             MismatchError: As :meth:`compare`.
         """
-        for words in self.others:
+        for words in [self._words[place] for place in self._others if self.open]:
             if 0 < words[_REFUSED] <= number:
                 self._refuse(words[_REFUSED])
                 raise self.error(group)
@@ -211,7 +185,7 @@ class Signatures:
 
     def error(self, group: str) -> MismatchError:
         """Return the error that names what each rank has started where they first differ."""
-        number = self._apart
+        number = self.apart
         ranks: dict[str, list[int]] = {}
         for place, rank in enumerate(self._ranks):
             text = self._text(place, number)
@@ -229,7 +203,7 @@ class Signatures:
 
     def close(self) -> None:
         """Compare nothing any more: the boards are given back."""
-        self.others = []
+        self.open = False
 
     # -- what is new -----------------------------------------------------------------
 
@@ -261,11 +235,15 @@ class Signatures:
 
     # -- when words differ -------------------------------------------------------------
 
+    def found(self, place: int, number: int) -> None:
+        """Take note that the rank at `place` has started something else up to `number`."""
+        self._refuse(self._first(self._words[place], number))
+
     def _refuse(self, number: int) -> None:
         """Start nothing from operation `number` on, and let the others know."""
-        if not self._apart:
-            self._apart = number
-            if self._refuses:
+        if not self.apart:
+            self.apart = number
+            if self.refuses:
                 self._mine[_REFUSED] = number
 
     def _first(self, theirs: memoryview[int], number: int) -> int:

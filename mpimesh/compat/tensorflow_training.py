@@ -35,7 +35,7 @@ from mpimesh.layout import Layout, Shard
 from mpimesh.parallel.microbatch import Tree, tree_map
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.agreement import agree_alike
-from mpimesh.runtime.call import write_error
+from mpimesh.runtime.tracebacks import write_error
 from mpimesh.runtime.watchdog import EXIT_CODE
 from mpimesh.store import load, save
 

@@ -39,6 +39,7 @@
 enum {
     NODE_ENTRIES = 16,         /* operations of a rank that not all others have read */
     NODE_INLINE_BYTES = 72,    /* a contribution inside its entry */
+    NODE_TOLD_BLOCKS = NODE_INLINE_BYTES / 8, /* ranks for which an entry has room to say where their blocks lie */
     NODE_SMALL_BYTES = 8192,   /* a contribution copied when it is posted */
     NODE_SMALLS = 4,
     NODE_PIECE_BYTES = 1 << 17,
@@ -97,7 +98,7 @@ typedef struct {
     node_u32 digest; /* of this operation alone */
     uint8_t source;
     uint8_t pad[19];
-    char data[NODE_INLINE_BYTES];
+    char data[NODE_INLINE_BYTES] __attribute__((aligned(8)));
 } __attribute__((aligned(128))) NodeEntry;
 
 /* What one rank shows the others in one window. */
@@ -372,6 +373,32 @@ static inline int node_needs(const NodeWindow *w, const NodeOp *o, int q) {
     return node_contributes(o, q);
 }
 
+/* True of an all-to-all of which each rank knows its own sizes alone: an entry tells its largest block. */
+static inline int node_is_uneven(const NodeOp *o) { return o->kind == NODE_ALL_TO_ALL && o->in_bytes; }
+
+static inline uint64_t node_unit(const NodeOp *o, const NodeEntry *e) { return node_is_uneven(o) ? e->out : o->unit; }
+
+static int node_is_even(const NodeWindow *w, const NodeOp *o) {
+    for (int q = 0; q < w->size; q++)
+        if (o->in_bytes[q] != o->in_bytes[0] || o->in_at[q] != (uint64_t)q * o->in_bytes[0]) return 0;
+    return 1;
+}
+
+/* Where its blocks lie, or of many the length of each. */
+static void node_tell_blocks(const NodeWindow *w, const NodeOp *o, NodeEntry *e) {
+    uint64_t *told = (uint64_t *)e->data;
+    if (w->size > NODE_TOLD_BLOCKS) told[0] = o->in_bytes[0];
+    else
+        for (int q = 0; q < w->size; q++) told[q] = node_in_at(o, q);
+}
+
+/* Where a block begins in a contribution that is read where it lies. */
+static inline uint64_t node_block_at(const NodeWindow *w, const NodeOp *o, const NodeEntry *e, int block) {
+    if (!node_is_uneven(o)) return node_in_at(o, block);
+    const uint64_t *told = (const uint64_t *)e->data;
+    return w->size > NODE_TOLD_BLOCKS ? (uint64_t)block * told[0] : told[block];
+}
+
 /* Put the entries of started operations where there is room, in order. */
 static void node_post(NodeWindow *w) {
     NodeLane *mine = w->lane[w->rank];
@@ -402,7 +429,8 @@ static void node_post(NodeWindow *w) {
             e->in = o->in_place, e->in_segment = o->in_segment;
             e->out = o->out_place, e->out_segment = o->out_segment;
         }
-        if (o->source <= NODE_PIECED) e->out = o->own_unit;
+        if (o->source <= NODE_PIECED || node_is_uneven(o)) e->out = o->own_unit;
+        if (node_is_uneven(o) && o->source > NODE_PIECED) node_tell_blocks(w, o, e);
         w->total = (w->total ^ o->digest) * 0x9E3779B1u + (w->total >> 15);
         atomic_store_explicit(&e->word, (n & 0xFFFFFFFFu) << 32 | w->total, memory_order_release);
         w->unposted = o->next;
@@ -413,17 +441,12 @@ static void node_post(NodeWindow *w) {
 
 /* -- reading and writing ------------------------------------------------------------------------ */
 
-/* True of an all-to-all of which each rank knows its own sizes alone: an entry tells its largest block. */
-static inline int node_is_uneven(const NodeOp *o) { return o->kind == NODE_ALL_TO_ALL && o->in_bytes; }
-
-static inline uint64_t node_unit(const NodeOp *o, const NodeEntry *e) { return node_is_uneven(o) ? e->out : o->unit; }
-
 /* Where bytes [lo, hi) of block `block` of rank q's contribution can be read; `result` asks for what q has summed. */
 static const char *node_read(NodeWindow *w, NodeOp *o, int q, int block, uint64_t lo, uint64_t hi, int result) {
     NodeEntry *e = node_entry(w, q, o->number);
-    uint64_t at = node_in_at(o, block) + lo;
     /* A small one of its own is read where it was copied to: the user may have written x since. */
-    if (q == w->rank && !result && e->source >= NODE_PIECED) return o->in + at;
+    if (q == w->rank && !result && e->source >= NODE_PIECED) return o->in + node_in_at(o, block) + lo;
+    uint64_t at = node_block_at(w, o, e, block) + lo;
     switch (e->source) {
     case NODE_NOTHING: /* the ranks' tables of blocks differ */
         node_refuse(w, o->number, NODE_MISMATCH, q);
@@ -466,7 +489,7 @@ static int node_copy(NodeWindow *w, NodeOp *o, char *out, int q, int block, uint
     NodeEntry *e = node_entry(w, q, o->number);
     if (e->source == NODE_REMOTE && q != w->rank) { /* straight to where it belongs */
         struct iovec to = {out, hi - lo};
-        struct iovec from = {(void *)(uintptr_t)((result ? e->out : e->in) + node_in_at(o, block) + lo), hi - lo};
+        struct iovec from = {(void *)(uintptr_t)((result ? e->out : e->in) + node_block_at(w, o, e, block) + lo), hi - lo};
         while (to.iov_len) {
             ssize_t got = process_vm_readv(w->pid[q], &to, 1, &from, 1, 0);
             if (got <= 0) return node_refuse(w, o->number, NODE_LOST, q);
@@ -764,8 +787,8 @@ static void node_number(NodeWindow *w, NodeOp *o) {
     } else if (o->in_bytes) {
         bytes = 0;
         for (int b = 0; b < blocks; b++) bytes += o->in_bytes[b];
-        /* Others do not know where its blocks lie. */
-        if (o->kind == NODE_ALL_TO_ALL) o->source = 0;
+        /* Others do not know where its blocks lie: an entry can tell of a few, or that all are alike. */
+        if (o->kind == NODE_ALL_TO_ALL && w->size > NODE_TOLD_BLOCKS && !node_is_even(w, o)) o->source = 0;
     }
     packed = blocks == 1 ? bytes : o->unit * (uint64_t)blocks;
     if (!bytes) o->source = NODE_NOTHING;

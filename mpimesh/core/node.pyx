@@ -7,78 +7,13 @@
 cimport cython
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from libc.stdint cimport int16_t, int32_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from mpimesh.errors import ClosedError, MismatchError, TransportError, on_all_ranks
 
 cnp.import_array()
-
-cdef extern from "kernels.h":
-    ctypedef void (*NodeFold)(void *, const void *const *, int, long) noexcept nogil
-    ctypedef struct FoldRow:
-        const char *operation
-        const char *dtype
-        NodeFold fold
-    const FoldRow fold_table[1]
-
-cdef extern from "node.h":
-    enum: NODE_HEAD_BYTES, NODE_CHUNK_BYTES, NODE_INLINE_BYTES, NODE_SMALL_BYTES, NODE_NAP_NS, NODE_MAX_RANKS
-    enum:
-        NODE_BARRIER
-        NODE_ALL_REDUCE
-        NODE_REDUCE
-        NODE_REDUCE_SCATTER
-        NODE_ALL_GATHER
-        NODE_GATHER
-        NODE_BROADCAST
-        NODE_SCATTER
-        NODE_ALL_TO_ALL
-    enum: NODE_NOTHING, NODE_INLINE, NODE_SMALL, NODE_PIECED, NODE_SHARED
-    enum: NODE_DONE, NODE_MISMATCH, NODE_LOST, NODE_CLOSED
-    ctypedef struct NodeLane:
-        pass
-    ctypedef struct NodeDoor:
-        uint32_t asleep
-    ctypedef struct NodeOp:
-        const char *source_data "in"
-        char *out
-        uint64_t unit, in_place, out_place, number
-        const uint64_t *in_at
-        const uint64_t *in_bytes
-        const uint64_t *out_at
-        const uint64_t *out_bytes
-        NodeFold fold
-        uint32_t item, digest
-        uint8_t kind, source
-        int16_t root
-        int32_t state, culprit
-    ctypedef struct NodeWindow
-    ctypedef struct NodeEngine:
-        NodeWindow *active
-        NodeDoor *mine
-        int spin
-        long yield_ns, nap_ns
-    ctypedef struct NodeWindow:
-        NodeEngine *engine
-        NodeLane **lane
-        NodeDoor **door
-        char ***segment
-        const int32_t *pid
-        int rank, size
-        uint32_t id
-        NodeOp *unposted
-        uint64_t started, operations, bytes
-        char *scratch
-    void node_engine_init(NodeEngine *)
-    int node_start(NodeWindow *, NodeOp *) nogil
-    int node_pass(NodeEngine *) nogil
-    int node_wait_briefly(NodeEngine *, NodeOp *) nogil
-    uint32_t node_bell(NodeEngine *) nogil
-    int node_sleep_since(NodeEngine *, const NodeOp *, long, uint32_t) nogil
-    void node_ring_sleeper(NodeDoor *) nogil
-    void node_close(NodeWindow *) nogil
 
 LANE_BYTES = sizeof(NodeLane)
 LANE_HEAD_BYTES = NODE_HEAD_BYTES
@@ -88,6 +23,8 @@ MOST_RANKS = NODE_MAX_RANKS
 # Where arrays begin in shared memory they are read in place from this size on: below, a copy is cheaper than
 # to wait for the others to have read it.
 cdef enum: IN_PLACE_FROM_BYTES = 2048
+# Others are read by calls into their process from this size on, which cost 1.3 us before the first byte.
+cdef enum: REMOTE_FROM_BYTES = 1 << 20
 
 # -- sums by dtype ---------------------------------------------------------------------------------
 
@@ -120,6 +57,11 @@ def reduces(str op, str char):
     return (op, char) in _folds
 
 
+def can_read(int pid, size_t address, uint64_t expected):
+    """Tell whether this process may read that one's memory, where a word is that is known."""
+    return node_can_read(pid, <const void *>address, expected) != 0
+
+
 # -- a rank ------------------------------------------------------------------------------------------
 
 cdef class Door:
@@ -128,9 +70,6 @@ cdef class Door:
     Args:
         memory: `DOOR_BYTES` that all of them see, zero at first.
     """
-
-    cdef NodeDoor *c
-    cdef object _memory
 
     def __init__(self, cnp.ndarray memory):
         if cnp.PyArray_NBYTES(memory) < <cnp.npy_intp>sizeof(NodeDoor):
@@ -158,11 +97,6 @@ cdef class Engine:
         door: The same.
     """
 
-    cdef NodeEngine c
-    cdef readonly Door door
-    cdef set _windows
-    cdef uint32_t _made
-
     def __cinit__(self, Door door):
         memset(&self.c, 0, sizeof(NodeEngine))
         node_engine_init(&self.c)
@@ -173,7 +107,7 @@ cdef class Engine:
 
     def share_cores(self, bint has_core):
         """Take note whether this rank has a core that no other rank of the node needs."""
-        self.c.spin = 2000 if has_core else 0
+        self.c.spin = 300 if has_core else 0
         self.c.yield_ns = 1000000
 
     @property
@@ -214,18 +148,10 @@ cdef class Window:
         lanes: Where each rank's `LANE_BYTES` begin in its memory; the first `LANE_HEAD_BYTES` of them
             are zero at first.
         doors: The door of each.
+        pids: The process of each, if all may read each other's memory; empty if not.
     """
 
-    cdef NodeWindow c
-    cdef readonly Engine engine
-    cdef object _keep
-    cdef char *_base
-    cdef size_t _length
-    cdef bint _closed
-    cdef Operation _first, _last  # what may be under way, each with the next
-    cdef readonly int rank, size
-
-    def __cinit__(self, Engine engine, int rank, memories, lanes, doors):
+    def __cinit__(self, Engine engine, int rank, memories, lanes, doors, pids=()):
         cdef int size = len(memories), q
         cdef cnp.ndarray memory
         if not 0 < size <= NODE_MAX_RANKS:
@@ -248,6 +174,15 @@ cdef class Window:
             self.c.segment[q] = &bases[q]
             self.c.lane[q] = <NodeLane *>(bases[q] + <size_t>lanes[q])
             self.c.door[q] = (<Door?>doors[q]).c
+        if len(pids):
+            self._pids = <int32_t *>calloc(size, sizeof(int32_t))
+            self.c.scratch_bytes = node_scratch_bytes(size)
+            self.c.scratch = <char *>calloc(size, self.c.scratch_bytes)
+            if not (self._pids and self.c.scratch):
+                raise MemoryError
+            for q in range(size):
+                self._pids[q] = pids[q]
+            self.c.pid = self._pids
         self._base, self._length = bases[rank], cnp.PyArray_NBYTES(memories[rank])
         engine._windows.add(self)
 
@@ -255,6 +190,8 @@ cdef class Window:
         if self.c.segment:
             free(<void *>self.c.segment[0])
         free(self.c.segment)
+        free(self.c.scratch)
+        free(self._pids)
         free(self.c.lane)
         free(self.c.door)
 
@@ -263,15 +200,10 @@ cdef class Window:
         if not self._closed:
             self._closed = True
             node_close(&self.c)
-            self._sweep()
+            self.sweep()
             self.engine._windows.discard(self)
 
-    cdef inline size_t _shared(self, void *data, size_t nbytes) noexcept:
-        """Return where an array begins in this rank's memory; the largest number if it does not."""
-        cdef size_t at = <size_t>(<char *>data - self._base)
-        return at if <char *>data >= self._base and at + nbytes <= self._length else <size_t>-1
-
-    cdef void _sweep(self):
+    cdef void sweep(self):
         cdef Operation first
         while self._first is not None and self._first.c.state:
             first = self._first
@@ -283,41 +215,41 @@ cdef class Window:
 
     def all_reduce(self, send, cnp.ndarray recv not None, str op):
         """Bind an all-reduce into `recv`; of `recv` itself, if `send` is None."""
-        return self._bind(NODE_ALL_REDUCE, recv if send is None else send, recv, 0, op, recv)
+        return self.bind(NODE_ALL_REDUCE, recv if send is None else send, recv, 0, op, recv)
 
     def reduce(self, cnp.ndarray send not None, recv, str op, int root):
         """Bind a reduction into `recv` of `root`."""
-        return self._bind(NODE_REDUCE, send, recv, root, op, send)
+        return self.bind(NODE_REDUCE, send, recv, root, op, send)
 
     def reduce_scatter(self, cnp.ndarray send not None, cnp.ndarray recv not None, counts, str op):
         """Bind a reduction of which each rank gets a block."""
-        return self._bind(NODE_REDUCE_SCATTER, send, recv, 0, op, send, counts, None)
+        return self.bind(NODE_REDUCE_SCATTER, send, recv, 0, op, send, counts, None)
 
     def all_gather(self, cnp.ndarray send not None, cnp.ndarray recv not None, counts):
         """Bind the gathering of all ranks' blocks on all."""
-        return self._bind(NODE_ALL_GATHER, send, recv, 0, None, recv, None, counts)
+        return self.bind(NODE_ALL_GATHER, send, recv, 0, None, recv, None, counts)
 
     def gather(self, cnp.ndarray send not None, recv, counts, int root):
         """Bind the gathering of all ranks' blocks on `root`."""
-        return self._bind(NODE_GATHER, send, recv, root, None, send, None, counts)
+        return self.bind(NODE_GATHER, send, recv, root, None, send, None, counts)
 
     def scatter(self, send, cnp.ndarray recv not None, counts, int root):
         """Bind the scattering of root's blocks."""
-        return self._bind(NODE_SCATTER, send, recv, root, None, recv, counts, None)
+        return self.bind(NODE_SCATTER, send, recv, root, None, recv, counts, None)
 
     def all_to_all(self, cnp.ndarray send not None, cnp.ndarray recv not None, send_counts, recv_counts):
         """Bind an exchange of blocks, of which each rank knows its own."""
-        return self._bind(NODE_ALL_TO_ALL, send, recv, 0, None, send, send_counts, recv_counts)
+        return self.bind(NODE_ALL_TO_ALL, send, recv, 0, None, send, send_counts, recv_counts)
 
     def broadcast(self, cnp.ndarray buffer not None, int root):
         """Bind the broadcast of root's `buffer` into that of all."""
-        return self._bind(NODE_BROADCAST, buffer, buffer, root, None, buffer)
+        return self.bind(NODE_BROADCAST, buffer, buffer, root, None, buffer)
 
     def barrier(self):
         """Bind a barrier."""
-        return self._bind(NODE_BARRIER, None, None, 0, None, None)
+        return self.bind(NODE_BARRIER, None, None, 0, None, None)
 
-    cdef Bound _bind(
+    cdef Bound bind(
         self, uint8_t kind, send, recv, int root, str op, cnp.ndarray like, send_counts=None, recv_counts=None
     ):
         cdef Bound bound = Bound.__new__(Bound)
@@ -364,12 +296,6 @@ cdef void *_data(cnp.ndarray array) except? NULL:
 cdef class Bound:
     """A collective bound to its arrays, to be started as often as wanted, each time with what they hold then."""
 
-    cdef NodeOp c
-    cdef Window window
-    cdef object send, recv
-    cdef uint64_t *_tables[2]
-    cdef uint64_t _own[2]
-
     def __dealloc__(self):
         free(self._tables[0])
         free(self._tables[1])
@@ -401,16 +327,18 @@ cdef class Bound:
         cdef NodeOp *o = &self.c
         cdef size_t nbytes, at, target = 0
         o.source = NODE_INLINE  # or what its size takes
-        if self.send is None or o.kind == NODE_ALL_TO_ALL:
+        if self.send is None:
             return
         nbytes = cnp.PyArray_NBYTES(self.send)
-        at = self.window._shared(<void *>o.source_data, nbytes)
+        at = self.window.shared(<void *>o.source_data, nbytes)
         if o.kind == NODE_ALL_REDUCE:
-            target = self.window._shared(o.out, nbytes)
+            target = self.window.shared(o.out, nbytes)
         if nbytes >= IN_PLACE_FROM_BYTES and at != <size_t>-1 and target != <size_t>-1:
             o.source, o.in_place, o.out_place = NODE_SHARED, at, target
+        elif nbytes >= (REMOTE_FROM_BYTES << 4 * (o.kind == NODE_ALL_REDUCE and self.window.size > 2)) and self.window.c.pid != NULL:
+            o.source, o.in_place, o.out_place = NODE_REMOTE, <uint64_t>o.source_data, <uint64_t>o.out
 
-    def start(self):
+    cpdef Operation start(self):
         """Start it; return what is under way."""
         cdef Operation op = Operation.__new__(Operation)
         cdef Window w = self.window
@@ -419,7 +347,7 @@ cdef class Bound:
         if w._closed:
             raise ClosedError("nothing can start among these ranks any more: their communicator is closed")
         if w._first is not None:
-            w._sweep()
+            w.sweep()
         posted = node_start(&w.c, &op.c)
         if w._first is None:
             w._first = op
@@ -437,12 +365,7 @@ cdef class Bound:
 cdef class Operation:
     """What is under way in a window, or over."""
 
-    cdef NodeOp c
-    cdef Bound bound
-    cdef Operation after
-    cdef object _copy
-
-    def test(self):
+    cpdef bint test(self) except -1:
         """Move it along, with all else of this rank; tell whether it is over.
 
         Raises:
@@ -458,11 +381,12 @@ cdef class Operation:
                 node_pass(&engine.c)
             if not self.c.state:
                 return False
+        self.bound.window.sweep()
         if self.c.state != NODE_DONE:
             raise self._error()
         return True
 
-    def wait_briefly(self, double longest_s):
+    cpdef bint wait_briefly(self, double longest_s) except -1:
         """Wait for it so long, without a look at anything else; tell whether it is over."""
         cdef Engine engine = self.bound.window.engine
         if not self.c.state:

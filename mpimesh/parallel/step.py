@@ -44,7 +44,7 @@ from mpimesh.parallel.task import NO_TASK, Task
 from mpimesh.parallel.training_engine import TrainingEngine
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree
-from mpimesh.runtime.call import readable
+from mpimesh.runtime.tracebacks import readable
 from mpimesh.schedule import Action, ActionKind
 from mpimesh.trace import Event
 

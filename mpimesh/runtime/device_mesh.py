@@ -523,7 +523,7 @@ class DeviceMesh:
             >>> test_each_rank_gets_the_other_rows()
         """
         self._core.live("give a budget to")
-        return Budget(self._core.context.traffic, self.rank, call_site(2), bytes, messages)
+        return Budget(self._core.context.traffic, self.rank, call_site(), bytes, messages)
 
     def shared_empty(
         self, shape: Sequence[SupportsIndex] | SupportsIndex, dtype: DTypeLike = float

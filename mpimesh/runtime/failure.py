@@ -45,8 +45,8 @@ from mpimesh.errors import (
     PeerLostError,
     TransportError,
 )
-from mpimesh.runtime.call import has_unshown_cause, readable, write_error
 from mpimesh.runtime.launch import Launch, end_before_mpi, exit_status, is_rank
+from mpimesh.runtime.tracebacks import has_unshown_cause, readable, write_error
 from mpimesh.runtime.witness import unread_bytes
 
 if TYPE_CHECKING:

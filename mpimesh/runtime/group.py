@@ -27,7 +27,6 @@ Backend: TypeAlias = Literal["mpi", "node_shared", "nccl", "virtual"]
 
 A = TypeVar("A")
 
-_NAME = str | None
 _broadcast, _scatter = collective(messages.broadcast), collective(messages.scatter)
 
 
@@ -68,7 +67,7 @@ class ProcessGroup:
         prefer: str = "",
     ) -> None:
         self._core = core = GroupCore(name, ranks, communicator, context, prefer)
-        self._run = core.run
+        self._run = core.run if core.caller is None else core.caller.run
         self.name = name
         self.ranks = ranks
         self.size = len(ranks)
@@ -118,8 +117,7 @@ class ProcessGroup:
         Cost:
             MPI's: about ``2 log2(n) * latency_s + 2 nbytes / bytes_per_s`` seconds for n ranks.
         """
-        cached = isinstance(op, str) and isinstance(algorithm, _NAME)
-        return self._run(plan.plan_all_reduce, x, out, label, op, algorithm, cached=cached)
+        return self._run(plan.plan_all_reduce, x, out, label, (op, algorithm))
 
     def reduce(
         self,
@@ -151,8 +149,7 @@ class ProcessGroup:
             DTypeError: If the dtype cannot be reduced by `op`.
             ShapeError: If `out` does not fit.
         """
-        cached = isinstance(op, str) and type(root) is int and isinstance(algorithm, _NAME)
-        return self._run(plan.plan_reduce, x, out, label, op, root, algorithm, cached=cached)
+        return self._run(plan.plan_reduce, x, out, label, (op, root, algorithm))
 
     def reduce_scatter(
         self,
@@ -187,8 +184,7 @@ class ProcessGroup:
             ShapeError: If `x` does not fall into such blocks, or `out` does not fit.
             DTypeError: If the dtype cannot be reduced by `op`.
         """
-        cached = isinstance(op, str) and type(axis) is int and sizes is None
-        return self._run(plan.plan_reduce_scatter, x, out, label, op, axis, sizes, cached=cached)
+        return self._run(plan.plan_reduce_scatter, x, out, label, (op, axis, sizes))
 
     def all_gather(
         self,
@@ -227,8 +223,7 @@ class ProcessGroup:
             Ring: ``(n-1) * (latency_s + nbytes / (n * bytes_per_s))`` seconds for n ranks,
             with `nbytes` the bytes of the result.
         """
-        cached = type(axis) is int and sizes is None
-        return self._run(plan.plan_all_gather, x, out, label, axis, sizes, cached=cached)
+        return self._run(plan.plan_all_gather, x, out, label, (axis, sizes))
 
     def gather(
         self,
@@ -259,8 +254,7 @@ class ProcessGroup:
             RankError: If `root` is not a rank of the group.
             ShapeError: If `x` does not fit `sizes`, or `out` does not fit.
         """
-        cached = type(root) is int and type(axis) is int and sizes is None
-        return self._run(plan.plan_gather, x, out, label, root, axis, sizes, cached=cached)
+        return self._run(plan.plan_gather, x, out, label, (root, axis, sizes))
 
     def all_to_all(
         self,
@@ -303,8 +297,7 @@ class ProcessGroup:
                 does not expect; without sizes over nodes only with ``MPIMESH_CHECKS`` on.
         """
         options = split_axis, concat_axis, sizes, recv_sizes
-        cached = all(option is None or type(option) is int for option in options)
-        return self._run(plan.plan_all_to_all, x, out, label, *options, cached=cached)
+        return self._run(plan.plan_all_to_all, x, out, label, options)
 
     def broadcast(
         self,
@@ -341,8 +334,7 @@ class ProcessGroup:
         """
         if (root is None or x is None) and isinstance(self, ProcessGroup):
             return _broadcast(self._core, x, root, out, label, algorithm)
-        cached = type(root) is int and isinstance(algorithm, _NAME)
-        return self._run(plan.plan_broadcast, x, out, label, root, algorithm, cached=cached)
+        return self._run(plan.plan_broadcast, x, out, label, (root, algorithm))
 
     def scatter(
         self,

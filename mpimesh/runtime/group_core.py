@@ -28,6 +28,8 @@ from mpimesh.comm import Communicator, Request, Steps, run_steps
 from mpimesh.comm.algorithms import Algorithms, Row
 from mpimesh.comm.device_strategy import steps_in
 from mpimesh.comm.requests import Condition
+from mpimesh.core.call import Caller
+from mpimesh.core.node import Bound
 from mpimesh.errors import (
     BudgetError,
     ClosedError,
@@ -53,6 +55,7 @@ R = TypeVar("R")
 
 _POISON_WAIT_S = 2.0
 _MOST_PLANS = 256
+_DIRECT = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 _SHARED_FROM = 32 * 1024
 
 
@@ -113,6 +116,10 @@ class GroupCore:
         self.progress: Progress = context.world.progress
         self.open_work: OpenWork = context.open_work
         self._checks = context.settings.checks
+        window = getattr(communicator, "window", None)
+        self.caller: Caller | None = None
+        if communicator is not None and window is not None and not self._checks:
+            self.caller = Caller(self, communicator, window, CollectiveTensor, Call)
 
     @property
     def started(self) -> int:
@@ -139,7 +146,7 @@ class GroupCore:
     def shut(self) -> None:
         """Let nothing start any more. Local."""
         self._closed = True
-        self._communicator = self.drop = None
+        self._communicator = self.drop = self.caller = None
         self._plans.clear()
 
     def member(self, action: str) -> int:
@@ -172,8 +179,7 @@ class GroupCore:
         x: Array,
         out: Array | None,
         label: str | None,
-        *options: Any,
-        cached: bool = True,
+        options: tuple[Any, ...],
     ) -> CollectiveTensor:
         """Start the collective that `make` plans, by the plan of the last call alike.
 
@@ -182,16 +188,13 @@ class GroupCore:
             x: The caller's array.
             out: The caller's array for the result.
             label: The caller's name for the call.
-            options: Numbers of type int, names, None.
-            cached: Whether the plan is kept; not if an option is something else.
+            options: Its arguments. The plan is kept if they are numbers of type int, names or None.
         """
         try:
             if self._communicator is None or self.context.closed:
                 self._refuse(_operation_name(make))
             data = x if type(x) is np.ndarray else self.operand(x)
-            dtype = data.dtype
-            # NumPy's long and long long may be equal, but are two types to MPI.
-            key = (make, type(data), data.shape, dtype, dtype.num, options) if cached else None
+            key = _key_of(make, data, options)
             plan = self._plans.get(key) or self.plan(make, data, *options, key=key)
             found = None
             if data is x and plan.kept is not None and (out is None or type(out) is np.ndarray):
@@ -206,6 +209,23 @@ class GroupCore:
             return self.submit(call, prepared, x, value)
         except Exception as error:
             self.fail(_operation_name(make), error)
+
+    def directly(
+        self, make: Callable[..., Plan], x: HostArray, options: tuple[Any, ...]
+    ) -> tuple[Plan, Bound] | None:
+        """Return the plan of a call like this, bound; None if it takes more than its arrays."""
+        plan = self._plans.get(_key_of(make, x, options))
+        window = getattr(self._communicator, "window", None)
+        if plan is None or window is None or plan.name not in _DIRECT or not x.flags.aligned:
+            return None
+        if not plan.is_plain or plan.outgoing is not None or plan.algorithm is not None:
+            return None
+        if plan.shape is None or plan.on_device or not x.flags.c_contiguous:
+            return None
+        kind = np.dtype(np.uint8) if plan.wire is None else plan.wire
+        result = np.empty(plan.shape, x.dtype).reshape(-1).view(kind)
+        bound: Bound = getattr(window, plan.name)(x.reshape(-1).view(kind), result, *plan.tail)
+        return plan, bound
 
     def plan(
         self, make: Callable[..., Plan], data: Array, *options: Any, key: object = None
@@ -687,6 +707,16 @@ def _begin_in(
     """Begin what is to go on in `scope`, wherever that is done."""
     started: Request | Steps = scope.call(partial(begin, *arguments))
     return steps_in(scope, started) if isinstance(started, GeneratorType) else started
+
+
+def _key_of(make: Callable[..., Plan], data: Array, options: tuple[Any, ...]) -> object:
+    """Return what a plan is kept by; None if it is not."""
+    for option in options:
+        if not (option is None or type(option) is int or isinstance(option, str)):
+            return None
+    dtype = data.dtype
+    # NumPy's long and long long may be equal, but are two types to MPI.
+    return make, type(data), data.shape, dtype, dtype.num, options
 
 
 def _operation_name(make: Callable[..., Plan]) -> str:

@@ -378,7 +378,7 @@ class RankDevices:
         told = self._world.told
         if shared and self._warns and text not in told:
             told.add(text)
-            filename, line = site_line(call_site(2))
+            filename, line = site_line(call_site())
             warnings.warn_explicit(text, SharedGpuWarning, filename, line)
 
 

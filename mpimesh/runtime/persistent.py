@@ -241,8 +241,7 @@ class _Planner:
         x: Array,
         out: Array | None,
         label: str | None,
-        *options: Any,
-        cached: bool = False,
+        options: tuple[Any, ...],
     ) -> PersistentCollective:
         core = self._core
         data = core.operand(x)

@@ -441,7 +441,7 @@ class Traffic:
         """
         self.count_from(name, peer, nbytes, messages)
         if self.budgets:
-            what = f"{name} at {site_text(call_site(2))}"
+            what = f"{name} at {site_text(call_site())}"
             error = _excess(self.budgets, what, "received", nbytes, messages)
             _use(self.budgets, name, nbytes, messages)
             self.refuse(error)

@@ -25,17 +25,7 @@ from mpimesh.arguments import rank_names, ranks_by_value
 from mpimesh.comm import VirtualCommunicator, VirtualWorld
 from mpimesh.comm.engine import poll
 from mpimesh.errors import CollectiveTimeoutError, on_all_ranks
-from mpimesh.runtime.call import (
-    Call,
-    call_site,
-    handled_exception,
-    innermost_line,
-    main_thread_stack,
-    readable,
-    site_text,
-    user_line,
-    write_error,
-)
+from mpimesh.runtime.call import Call, call_site, site_text
 from mpimesh.runtime.control import (
     ControlChannel,
     ControlChannels,
@@ -48,6 +38,14 @@ from mpimesh.runtime.deadlock import DeadlockSearch
 from mpimesh.runtime.failure import TOGETHER_S, end_job, install, is_of_another
 from mpimesh.runtime.flight import Recorder, last_words
 from mpimesh.runtime.progress import Progress, Wait
+from mpimesh.runtime.tracebacks import (
+    handled_exception,
+    innermost_line,
+    main_thread_stack,
+    readable,
+    user_line,
+    write_error,
+)
 from mpimesh.runtime.witness import how_it_ended, is_stopped
 from mpimesh.settings import DEFAULT_TIMEOUT_S, Settings
 

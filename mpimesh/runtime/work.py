@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numbers
-import sys
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, SupportsIndex, TypeVar, cast
-from weakref import ref
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex, TypeVar, cast
 
 import numpy as np
 
@@ -15,8 +13,7 @@ from mpimesh.arguments import as_function, as_time
 from mpimesh.arrays import StreamScope
 from mpimesh.comm import Moved, Request, StagedRequest
 from mpimesh.comm.engine import test_often
-from mpimesh.comm.signatures import LAST_SLOT
-from mpimesh.core.node import Operation
+from mpimesh.core.call import Handle, OpenWork as OpenHandles
 from mpimesh.errors import (
     ClosedError,
     CollectiveTimeoutError,
@@ -40,21 +37,13 @@ else:
     T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
 
-_ALONE_S, _NOT_ALONE_S = 1e-3, 5e-5
-
 __all__ = ["CollectiveTensor", "OpenWork", "Owner", "Reusable"]
 
 
-class OpenWork(dict[int, Callable[[], "CollectiveTensor | None"]]):
-    """The work of one mesh on one rank that is started and not yet resolved, by its id.
+class OpenWork(OpenHandles):
+    """The work of one mesh on one rank that is started and not yet resolved."""
 
-    A handle that nobody keeps any more is to warn, so there is but a weak reference to it. One that
-    goes without being resolved comes back here to stay, for its buffers are still written.
-    """
-
-    def all(self) -> list[CollectiveTensor]:
-        """Return it in the order of its start."""
-        return [work for entry in list(self.values()) if (work := entry()) is not None]
+    __slots__ = ()
 
     def complete(self, call: Call | None) -> None:
         """Wait for what `call` started, if an exception from elsewhere has ended that wait."""
@@ -128,7 +117,7 @@ def _reflected(symbol: str) -> Callable[..., NoReturn]:
     return _refusing(f"x {symbol} handle.resolve()")
 
 
-class CollectiveTensor(Generic[T_co]):
+class CollectiveTensor(Handle[T_co]):
     """The result of an operation under way: do other work, then :meth:`resolve` it.
 
     Handles may be resolved in any order, each waits for its own operation only,
@@ -138,27 +127,7 @@ class CollectiveTensor(Generic[T_co]):
     raise UnresolvedError, for none of them waits in secret.
     """
 
-    # Whatever the transport may still read or write is kept here until it is done: the caller's
-    # array, buffers, the result. On a device, what work is its own stays in the order of the stream
-    # that it was called on (`_scope`): the input is read there, and the result is divided,
-    # converted, unpacked. Whoever takes the result works on the stream that is current then, which
-    # is made to wait for the other one, on the device and not on the host (`_event`).
-    __slots__ = (
-        "__weakref__",
-        "_call",
-        "_error",
-        "_event",
-        "_finish",
-        "_group",
-        "_interrupted",
-        "_operand",
-        "_prepared",
-        "_request",
-        "_resolved",
-        "_scope",
-        "_unlock",
-        "_value",
-    )
+    __slots__ = ()
 
     def __init__(
         self,
@@ -192,45 +161,18 @@ class CollectiveTensor(Generic[T_co]):
         self._request = request
         self._finish = finish
         self._unlock = unlock
-        self._value: T_co = value
+        self._value = value
         self._prepared = prepared
         self._operand = operand
         self._scope = scope
-        self._event: Any = None
-        self._error: BaseException | None = None
-        self._resolved = False
-        self._interrupted = False
-        group.open_work[id(self)] = ref(self)
+        self._begin()
         progress = group.progress
         progress.calls.append(call)
         if progress.recorder is not None:
             progress.recorder.start(group, call, nbytes)
 
-    def resolve(self, timeout_s: float | None = None) -> T_co:
-        """Wait for this operation and return its result; a second call returns the same.
-
-        A CuPy array may be used at once on the stream that is current here, whichever was current
-        when the operation was called.
-
-        Args:
-            timeout_s: Longest wait; None waits as long as it takes.
-
-        Raises:
-            GroupError: If `timeout_s` is no time.
-            CollectiveTimeoutError: After `timeout_s`; the operation goes on, and
-                `resolve` may be called again.
-            MismatchError: If the ranks called different operations: on every rank of the group
-                with ``MPIMESH_CHECKS`` on; else on those that know of another one on their node,
-                and for each later collective of the group.
-            TransportError: If the transport failed.
-
-        An exception from elsewhere, such as Ctrl-C or one of a signal handler, ends the wait and
-        not the operation: `resolve` may be called again, but need not be. What goes in several
-        steps, as large ordinary arrays through shared memory and all that takes two levels over
-        nodes, may end with it on this rank; then so must the program. And one that comes while the
-        result is made of what has come, a mean divided or a block unpacked, costs that result:
-        later calls raise.
-        """
+    def _resolve(self, timeout_s: float | None) -> T_co:
+        """Do as :meth:`resolve`, where that takes more than a short wait for one operation."""
         if timeout_s is not None:
             timeout_s = as_time(timeout_s, "timeout_s", GroupError)
         if self._resolved:
@@ -240,13 +182,8 @@ class CollectiveTensor(Generic[T_co]):
         test = self._request.test
         try:
             # Most small operations are over within a few tests: no wait need be set up.
-            group, request = self._group, self._request
-            if type(request) is Operation:
-                # Alone, it may yield for long; else what goes by MPI is to be moved, too.
-                done = request.wait_briefly(_ALONE_S if len(group.open_work) == 1 else _NOT_ALONE_S)
-            else:
-                done = test() or test_often(test, group.progress)
-            done = done or group.wait(self, timeout_s)
+            group = self._group
+            done = test() or test_often(test, group.progress) or group.wait(self, timeout_s)
         except BaseException as error:
             # Any other error is of the wait, such as one raised by a signal handler: even if the
             # operation is over meanwhile, its result can still be taken.
@@ -266,7 +203,7 @@ class CollectiveTensor(Generic[T_co]):
             )
         if self._scope is None:
             self._settle()
-            return self._value
+            return self._result()
         self._settle_in(self._scope)
         return self._result()
 
@@ -336,16 +273,8 @@ class CollectiveTensor(Generic[T_co]):
         state = "failed" if self._error else "resolved" if self._resolved else "started"
         return f"<CollectiveTensor {self._call.text()} on {self._call.group!r}, {state}>"
 
-    def __del__(self) -> None:
+    def _warn(self) -> None:
         """Warn, with the line that started it, about a result that nobody took."""
-        try:
-            if self._resolved or sys.is_finalizing():
-                return  # at the interpreter's end nothing can be shown any more
-        except AttributeError:
-            return  # its start has failed
-        self._group.open_work[id(self)] = lambda: self
-        if self._interrupted:
-            return  # it was resolved, and the program has dealt with what ended the wait
         call = self._call
         filename, line = site_line(call.site)
         planned = ", planned at this line and started by its start()," if call.planned else ""
@@ -362,7 +291,7 @@ class CollectiveTensor(Generic[T_co]):
         """Return the result, for the stream that is current where it is asked for."""
         if self._event is not None and self._scope is not None:
             self._scope.follow(self._event)
-        return self._value
+        return cast("T_co", self._value)
 
     def _received(self) -> Any:
         """Return what came, of which the result is made."""
@@ -428,15 +357,10 @@ class CollectiveTensor(Generic[T_co]):
         """
         if self._unlock is not None:
             self._give_back()  # first: the result may be written into the caller's own array
-        call = self._call
         try:
             if self._error is not None:
                 raise self._error  # noted before, but what followed was ended
-            if (signatures := call.signatures) is not None:
-                at, word = call.number & LAST_SLOT, call.word
-                for words in signatures.others:  # without the cost of a call
-                    if words[at] != word:
-                        self._compare()
+            self._compare()
             if self._finish is not None:
                 self._value = self._finish()
             elif self._value is None:
@@ -461,7 +385,7 @@ class CollectiveTensor(Generic[T_co]):
         if settled is not None:
             return bool(settled)  # a test might start its next step
         try:
-            return self._request.test()
+            return bool(self._request.test())
         except MpimeshError:
             return True
 
@@ -491,7 +415,7 @@ class CollectiveTensor(Generic[T_co]):
 
     def _release(self) -> None:
         """Drop everything but the result; the operation is over for this rank."""
-        self._finish = self._operand = None
+        self._finish = None
         prepared = self._prepared
         if prepared is not None:
             if self._error is None:
@@ -499,13 +423,7 @@ class CollectiveTensor(Generic[T_co]):
             self._prepared = None
         if self._unlock is not None:
             self._give_back()
-        call, group = self._call, self._group
-        call.ended = True
-        group.open_work.pop(id(self), None)
-        recorder = group.progress.recorder
-        if recorder is not None:
-            recorder.end(call, failed=self._error is not None)
-        self._resolved = True  # last: whatever ends this before, it can be done again
+        self._end(self._error is not None)
 
     def _give_back(self) -> None:
         """Make the caller's array writable again."""

@@ -132,7 +132,7 @@ class World:
             # Before anything can go wrong: from here on, a failure of one rank ends the job.
             self._watch(settings)
             comm = _mpi_communicator(comm, settings)
-            comm.owner = f"the mesh made at {site_text(call_site(2))}"
+            comm.owner = f"the mesh made at {site_text(call_site())}"
         # Making one waits inside the transport, where nothing else moves. A rank that is still in
         # an operation, and needs this rank for it, comes first.
         among, number, look = comm.name, 0, None

@@ -255,11 +255,11 @@ def test_nodes_are_told_apart():
 
 
 def wrong_token(address):
-    return (*address[:3], address[3] ^ 1, address[4])
+    return (*address[:3], address[3] ^ 1, *address[4:])
 
 
 def wrong_length(address):
-    return (*address[:4], address[4] // 2)
+    return (*address[:4], address[4] // 2, address[5])
 
 
 def closed_file(address):
@@ -272,7 +272,7 @@ def other_file(address):
 
 
 def no_memory(address):
-    return (address[0], 0, -1, 0, 0)
+    return (address[0], 0, -1, 0, 0, 0)
 
 
 def dead_process(address):

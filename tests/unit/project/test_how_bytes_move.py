@@ -73,7 +73,7 @@ def test_an_all_reduce_goes_the_way_it_tells():
         "Plan.again",
         "prepare",
         "submit",
-        "CollectiveTensor.resolve",
+        "CollectiveTensor._settle",
     ]
     walk = [name for name in told if name != "prepare"]
     last_names = {name: name.rpartition(".")[2] for name in walk}
@@ -81,7 +81,7 @@ def test_an_all_reduce_goes_the_way_it_tells():
     places = [met.index(last_names[name]) for name in walk]
     assert places == sorted(places)
     tail = ["GroupCore.submit", "VirtualCommunicator.all_reduce"]
-    end = ["CollectiveTensor.__init__", "CollectiveTensor.resolve", "CollectiveTensor._settle"]
+    end = ["CollectiveTensor.__init__", "CollectiveTensor._settle"]
     head = ["ProcessGroup.all_reduce", "GroupCore.run", "Plan.again"]
     assert [name for name in plain if name in head + tail + end] == head + tail + end
     head = ["PersistentCollective.start"]

@@ -14,8 +14,8 @@ import mpimesh as mm
 from mpimesh.errors import MeshError, RankError
 from mpimesh.mesh import Mesh
 from mpimesh.runtime.agreement import agree_alike
-from mpimesh.runtime.call import readable
 from mpimesh.runtime.launch import exit_status
+from mpimesh.runtime.tracebacks import readable
 from tests.helpers.depth import deep_but
 
 

@@ -461,7 +461,7 @@ def sums_under_way(make: Callable[[mm.ProcessGroup], SupportsLayer]) -> list[str
                 one.on_ready = lambda _, name=name: order.append(f"{name} {len(mesh_open(mesh))}")
         stage.backward(y, ctx)
 
-    def mesh_open(mesh: mm.DeviceMesh) -> dict[int, Any]:
+    def mesh_open(mesh: mm.DeviceMesh) -> Any:
         return mesh._core.context.open_work
 
     on_ranks("tp=2", body)

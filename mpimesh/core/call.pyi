@@ -1,0 +1,73 @@
+from collections.abc import Sequence
+from types import CodeType
+from typing import Any, Generic, TypeAlias
+
+from typing_extensions import TypeVar
+
+from mpimesh.arrays.namespace import HostArray
+
+T_co = TypeVar("T_co", covariant=True, default=Any)
+
+Site: TypeAlias = tuple[CodeType, int]
+
+def call_site() -> Site: ...
+
+class CallRecord:
+    name: str
+    group: str
+    rule: str
+    shape: Any
+    dtype: object
+    label: str | None
+    compared: object
+    peers: tuple[int, ...] | None
+    site: Site
+    hint: str
+    signatures: Any
+    number: int
+    record: int
+    word: int
+    ended: bool
+    planned: bool
+
+class Board:
+    apart: int
+    open: bool
+    @property
+    def refuses(self) -> bool: ...
+    def __init__(
+        self, place: int, boards: Sequence[HostArray], refuses: bool, slots: int
+    ) -> None: ...
+    def post(self, number: int, digest: int) -> int: ...
+    def agrees(self, number: int, word: int) -> bool: ...
+    def found(self, place: int, number: int) -> None: ...
+
+class OpenWork:
+    def __len__(self) -> int: ...
+    def all(self) -> list[Any]: ...
+
+class Handle(Generic[T_co]):
+    _group: Any
+    _request: Any
+    _finish: Any
+    _unlock: Any
+    _value: Any
+    _prepared: Any
+    _operand: Any
+    _scope: Any
+    _event: Any
+    _error: BaseException | None
+    _call: Any
+    _resolved: bool
+    _interrupted: bool
+    def _begin(self) -> None: ...
+    def _end(self, failed: bool) -> None: ...
+    def resolve(self, timeout_s: float | None = None) -> T_co: ...
+
+class Caller:
+    def __init__(
+        self, core: Any, communicator: Any, window: Any, handle: type[Any], call: type[Any]
+    ) -> None: ...
+    def run(
+        self, make: Any, x: Any, out: Any, label: str | None, options: tuple[Any, ...]
+    ) -> Any: ...

@@ -1,0 +1,129 @@
+"""What other compiled modules take of `node.pyx`."""
+
+cimport numpy as cnp
+from libc.stdint cimport int16_t, int32_t, uint8_t, uint32_t, uint64_t, uintptr_t
+
+cdef extern from "kernels.h":
+    ctypedef void (*NodeFold)(void *, const void *const *, int, long) noexcept nogil
+    ctypedef struct FoldRow:
+        const char *operation
+        const char *dtype
+        NodeFold fold
+    const FoldRow fold_table[1]
+
+cdef extern from "node.h":
+    enum: NODE_HEAD_BYTES, NODE_CHUNK_BYTES, NODE_INLINE_BYTES, NODE_SMALL_BYTES, NODE_NAP_NS, NODE_MAX_RANKS
+    enum:
+        NODE_BARRIER
+        NODE_ALL_REDUCE
+        NODE_REDUCE
+        NODE_REDUCE_SCATTER
+        NODE_ALL_GATHER
+        NODE_GATHER
+        NODE_BROADCAST
+        NODE_SCATTER
+        NODE_ALL_TO_ALL
+    enum: NODE_NOTHING, NODE_INLINE, NODE_SMALL, NODE_PIECED, NODE_SHARED, NODE_REMOTE
+    enum: NODE_DONE, NODE_MISMATCH, NODE_LOST, NODE_CLOSED
+    ctypedef struct NodeLane:
+        pass
+    ctypedef struct NodeDoor:
+        uint32_t asleep
+    ctypedef struct NodeOp:
+        const char *source_data "in"
+        char *out
+        uint64_t unit, in_place, out_place, number
+        const uint64_t *in_at
+        const uint64_t *in_bytes
+        const uint64_t *out_at
+        const uint64_t *out_bytes
+        NodeFold fold
+        uint32_t item, digest
+        uint8_t kind, source
+        int16_t root
+        int32_t state, culprit
+    ctypedef struct NodeWindow
+    ctypedef struct NodeEngine:
+        NodeWindow *active
+        NodeDoor *mine
+        int spin
+        long yield_ns, nap_ns
+    ctypedef struct NodeWindow:
+        NodeEngine *engine
+        NodeLane **lane
+        NodeDoor **door
+        char ***segment
+        const int32_t *pid
+        int rank, size
+        uint32_t id
+        NodeOp *unposted
+        uint64_t started, operations, bytes
+        char *scratch
+        uint64_t scratch_bytes
+    void node_engine_init(NodeEngine *)
+    int node_start(NodeWindow *, NodeOp *) nogil
+    int node_pass(NodeEngine *) nogil
+    int node_wait_briefly(NodeEngine *, NodeOp *) nogil
+    uint32_t node_bell(NodeEngine *) nogil
+    int node_sleep_since(NodeEngine *, const NodeOp *, long, uint32_t) nogil
+    void node_ring_sleeper(NodeDoor *) nogil
+    void node_close(NodeWindow *) nogil
+    int node_can_read(int, const void *, uint64_t) nogil
+    uint64_t node_scratch_bytes(int)
+
+
+cdef class Door:
+    cdef NodeDoor *c
+    cdef object _memory
+
+
+cdef class Engine:
+    cdef NodeEngine c
+    cdef readonly Door door
+    cdef set _windows
+    cdef uint32_t _made
+
+
+cdef class Window:
+    cdef NodeWindow c
+    cdef readonly Engine engine
+    cdef readonly int rank, size
+    cdef object _keep
+    cdef char *_base
+    cdef size_t _length
+    cdef int32_t *_pids
+    cdef bint _closed
+    cdef Operation _first, _last  # what may be under way, each with the next
+
+    cdef inline size_t shared(self, void *data, size_t nbytes) noexcept:
+        """Return where an array begins in this rank's memory; the largest number if it does not."""
+        cdef size_t at = <size_t>(<char *>data - self._base)
+        return at if <char *>data >= self._base and at + nbytes <= self._length else <size_t>-1
+
+    cdef void sweep(self)
+    cdef Bound bind(
+        self, uint8_t kind, send, recv, int root, str op, cnp.ndarray like, send_counts=*, recv_counts=*
+    )
+
+
+cdef class Bound:
+    cdef NodeOp c
+    cdef Window window
+    cdef object send, recv, tables  # the last has the tables that `c` points to
+    cdef uint64_t *_tables[2]
+    cdef uint64_t _own[2]
+
+    cdef size_t cut(self, counts, size_t itemsize, const uint64_t **at, const uint64_t **nbytes, bint always) except? 0
+    cdef void place(self)
+    cpdef Operation start(self)
+
+
+cdef class Operation:
+    cdef NodeOp c
+    cdef Bound bound
+    cdef Operation after
+    cdef object _copy
+
+    cdef object _error(self)
+    cpdef bint test(self) except -1
+    cpdef bint wait_briefly(self, double longest_s) except -1
