@@ -109,11 +109,11 @@ class VirtualWorld:
         """Wait on `rank` for `ready`; False once the clock is past `until_s`."""
         with self.changed:
             while True:
-                self._raise_failure(rank)
                 version = self._version
                 self._stirred = False
-                if ready():
+                if ready():  # first: what is here is here, whoever has failed since
                     return True
+                self._raise_failure(rank)
                 if version != self._version:
                     continue  # `ready` itself started something: look again
                 left_s = until_s - time.monotonic()
