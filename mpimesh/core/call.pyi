@@ -65,6 +65,7 @@ class Handle(Generic[T_co]):
     def resolve(self, timeout_s: float | None = None) -> T_co: ...
 
 class Caller:
+    closed: bool
     def __init__(
         self, core: Any, communicator: Any, window: Any, handle: type[Any], call: type[Any]
     ) -> None: ...

@@ -1,22 +1,15 @@
 """What a call of an operation costs before and after its bytes: the call, its handle, its comparison."""
 
-cimport cython
 cimport numpy as cnp
 from cpython.object cimport PyObject
-from libc.stdint cimport int64_t, uint64_t, uint8_t
+from libc.stdint cimport int64_t, uint64_t
 
-from mpimesh.core.node cimport (
-    NODE_ALL_GATHER,
-    NODE_BROADCAST,
-    NODE_DONE,
-    NODE_INLINE,
-    Bound,
-    Operation,
-    Window,
-)
+from mpimesh.core.node cimport NODE_DONE, Bound, Operation, Window
 
 import sys
 from types import CodeType, GenericAlias
+
+import numpy
 
 cnp.import_array()
 
@@ -243,7 +236,7 @@ cdef class Handle:
         operation = <Operation>self._request
         # Alone, it may yield for long; else what goes by MPI is to be moved, too.
         if not operation.c.state:
-            operation.wait_briefly(1e-3 if len(self._work._ids) == 1 else 5e-5)
+            operation.spend(1e-3 if len(self._work._ids) == 1 else 5e-5)
         if operation.c.state != NODE_DONE or self._value is None:
             return self._resolve(None)
         operation.bound.window.sweep()
@@ -295,8 +288,12 @@ cdef class Caller:
         window: Its ranks.
         handle: Makes the handle of a call.
         call: Makes the record of a call.
+
+    Attributes:
+        closed: Whether the group is closed.
     """
 
+    cdef public bint closed
     cdef object core, communicator, context, traffic, progress, _handle, _call
     cdef str name
     cdef Window window
@@ -323,8 +320,11 @@ cdef class Caller:
             # NumPy may have two equal types, long and long long: the result has the type of the input.
             key = (make, options, <object>array.descr, cnp.PyArray_TYPE(array), (<object>array).shape)
             direct = <Direct>self._direct.get(key)
-            if direct is not None:
-                found = self.start(direct, array, out)
+            if direct is not None and direct.bound is not None:
+                try:
+                    found = self.start(direct, array, out)
+                except Exception as error:
+                    self.core.fail(direct.plan.name, error)
                 if found is not None:
                     return found
         found = self.core.run(make, x, out, label, options)
@@ -357,7 +357,7 @@ cdef class Caller:
         cdef long long word = 0
         cdef char *source
         cdef char *result
-        if direct.bound is None or self.context.closed or self.traffic.budgets or self.progress.recorder is not None:
+        if self.closed or self.context.closed or self.traffic.budgets or self.progress.recorder is not None:
             return None
         if not cnp.PyArray_IS_C_CONTIGUOUS(x) or not cnp.PyArray_ISALIGNED(x):
             return None
@@ -365,7 +365,7 @@ cdef class Caller:
             return None
         source = <char *>cnp.PyArray_DATA(x)
         if out is None:
-            target = self.core.empty(direct.shape, x.descr, _numpy, x)
+            target = self.core.empty(direct.shape, x.descr, numpy, x)
         elif out is x:
             if not direct.in_place or not cnp.PyArray_ISWRITEABLE(x):
                 return None
@@ -411,5 +411,3 @@ cdef class Caller:
         self.progress.calls.append(call)
         return handle
 
-
-import numpy as _numpy

@@ -114,6 +114,9 @@ cdef class Bound:
     cdef uint64_t _own[2]
 
     cdef size_t cut(self, counts, size_t itemsize, const uint64_t **at, const uint64_t **nbytes, bint always) except? 0
+    cdef size_t total(self, const uint64_t *nbytes)
+    cdef size_t sent(self)
+    cdef size_t taken(self)
     cdef void place(self)
     cpdef Operation start(self)
 
@@ -126,4 +129,4 @@ cdef class Operation:
 
     cdef object _error(self)
     cpdef bint test(self) except -1
-    cpdef bint wait_briefly(self, double longest_s) except -1
+    cdef void spend(self, double longest_s)

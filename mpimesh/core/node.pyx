@@ -283,8 +283,25 @@ cdef class Window:
         o.digest = 0x9E3779B1u * (1 + kind) ^ 0x85EBCA6Bu * number ^ 0xC2B2AE35u * <uint32_t>(root + 1)
         if kind != NODE_ALL_TO_ALL:  # of which each rank knows its own sizes
             o.digest ^= 0x27D4EB2Fu * <uint32_t>(o.unit ^ o.unit >> 32)
+        # What would be read or written beyond an array is refused before it starts.
+        sends = self.rank == root if kind in (NODE_BROADCAST, NODE_SCATTER) else kind != NODE_BARRIER
+        takes = self.rank == root if kind in (NODE_REDUCE, NODE_GATHER) else kind != NODE_BARRIER
+        if sends or kind == NODE_BROADCAST:
+            _check(send, like, bound.sent(), "sends")
+        if takes:
+            _check(recv, like, bound.taken(), "receives into")
         bound.place()
         return bound
+
+
+cdef _check(cnp.ndarray array, cnp.ndarray like, size_t nbytes, str what):
+    """Refuse an array of another size, or another type where values are reduced."""
+    if array is None:
+        raise TransportError(f"a rank that {what} an array of {nbytes} bytes has none")
+    if cnp.PyArray_NBYTES(array) != <cnp.npy_intp>nbytes or array.dtype != like.dtype:
+        raise TransportError(
+            f"a rank {what} {nbytes} bytes of dtype {like.dtype}, and its array has {array.nbytes} of {array.dtype}"
+        )
 
 
 cdef void *_data(cnp.ndarray array) except? NULL:
@@ -321,6 +338,30 @@ cdef class Bound:
         if not alike:
             at[0], nbytes[0] = table, table + size
         return most
+
+    cdef size_t total(self, const uint64_t *nbytes):
+        """Return the bytes of the blocks of all ranks."""
+        cdef int q
+        cdef size_t found = 0
+        for q in range(self.window.size):
+            found += self.c.unit if nbytes == NULL else nbytes[q]
+        return found
+
+    cdef size_t sent(self):
+        """Return the bytes that this rank's input must have."""
+        if self.c.kind in (NODE_REDUCE_SCATTER, NODE_SCATTER, NODE_ALL_TO_ALL):
+            return self.total(self.c.in_bytes)
+        if self.c.kind in (NODE_ALL_GATHER, NODE_GATHER) and self.c.out_bytes != NULL:
+            return self.c.out_bytes[self.window.rank]
+        return self.c.unit
+
+    cdef size_t taken(self):
+        """Return the bytes that its result must have."""
+        if self.c.kind in (NODE_ALL_GATHER, NODE_GATHER, NODE_ALL_TO_ALL):
+            return self.total(self.c.out_bytes)
+        if self.c.kind in (NODE_REDUCE_SCATTER, NODE_SCATTER) and self.c.in_bytes != NULL:
+            return self.c.in_bytes[self.window.rank]
+        return self.c.unit
 
     cdef void place(self):
         """Tell where the input lies, if others can read it there."""
@@ -386,14 +427,12 @@ cdef class Operation:
             raise self._error()
         return True
 
-    cpdef bint wait_briefly(self, double longest_s) except -1:
-        """Wait for it so long, without a look at anything else; tell whether it is over."""
+    cdef void spend(self, double longest_s):
+        """Wait for it so long, without a look at anything else."""
         cdef Engine engine = self.bound.window.engine
-        if not self.c.state:
-            engine.c.yield_ns = <long>(longest_s * 1e9)
-            with nogil:
-                node_wait_briefly(&engine.c, &self.c)
-        return self.test()
+        engine.c.yield_ns = <long>(longest_s * 1e9)
+        with nogil:
+            node_wait_briefly(&engine.c, &self.c)
 
     cdef _error(self):
         if self.c.state == NODE_MISMATCH:

@@ -146,7 +146,9 @@ class GroupCore:
     def shut(self) -> None:
         """Let nothing start any more. Local."""
         self._closed = True
-        self._communicator = self.drop = self.caller = None
+        self._communicator = self.drop = None
+        if self.caller is not None:
+            self.caller.closed = True
         self._plans.clear()
 
     def member(self, action: str) -> int:

@@ -7,6 +7,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
+from mpimesh.errors import TransportError
 from tests.contract.communicators import CHECKS
 from tests.contract.shared_memory import MEMORIES, done, opened, put, reduced_in_order
 from tests.helpers.depth import deep
@@ -205,3 +206,35 @@ def test_many_under_way_are_resolved_last_first(comm, limit):
 def test_contract(name, node_ranks, limit, comm):
     with opened(comm, limit=limit, node_ranks=node_ranks) as ranks:
         CHECKS[name](ranks)
+
+
+def test_arrays_that_do_not_fit_are_refused_before_anything_starts(comm):
+    """Of the right one nothing is lost: no memory beyond an array is read or written."""
+    with opened(comm) as ranks:
+        n, me, zeros = comm.size, ranks.rank, np.zeros
+        if n == 1:
+            return
+        three, rest = [3] * n, zeros(3 * n)
+        wrong = [
+            lambda: ranks.all_reduce(zeros(3), zeros(4), "sum"),
+            lambda: ranks.all_reduce(zeros(3), zeros(3), "xor"),
+            lambda: ranks.all_gather(zeros(3), rest[1:], three),
+            lambda: ranks.all_gather(zeros(2), rest, three),
+            lambda: ranks.all_gather(zeros(3), rest, [*three, 3]),
+            lambda: ranks.reduce_scatter(rest, zeros(2), three, "sum"),
+            lambda: ranks.reduce_scatter(rest[1:], zeros(3), three, "sum"),
+            lambda: ranks.scatter(None, zeros(3), three, me),
+            lambda: ranks.gather(zeros(3), None, three, me),
+            lambda: ranks.gather(zeros(3), zeros(3), three, me),
+            lambda: ranks.all_to_all(zeros(2 * n), zeros(2 * n), [2] * n, three),
+            lambda: ranks.broadcast(zeros(3), n),
+            lambda: ranks.reduce(zeros(3), None, "sum", me),
+            lambda: ranks.reduce(zeros(3), zeros(3, "f4"), "sum", me),
+            lambda: ranks.all_reduce(None, zeros((3, 2)).T, "sum"),
+        ]
+        for call in wrong:
+            with pytest.raises(TransportError):
+                call()
+        x = np.ones(3)
+        done(ranks, ranks.all_reduce(None, x, "sum"))
+        assert (x == n).all()

@@ -58,7 +58,10 @@ def _check(name, x, placement, mesh):
         ours, theirs = part(found), part(expected)
         wild = ~np.isfinite(theirs)
         assert np.array_equal(np.isfinite(ours), ~wild), note
-        assert np.array_equal(ours[wild], theirs[wild], equal_nan=True), note
+        # Of a complex product that overflows NumPy's vector code, which fuses, may have NaN where
+        # its scalar code, which does not, has an infinity; which of them it takes hangs on the row.
+        if x.dtype.kind != "c":
+            assert np.array_equal(ours[wild], theirs[wild], equal_nan=True), note
     finite = np.isfinite(expected)
     n, eps = max(1, len(x)), np.finfo(expected.dtype).eps
     if name in ("maximum", "subtract", "logaddexp"):
