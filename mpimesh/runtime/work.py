@@ -201,10 +201,13 @@ class CollectiveTensor(Handle[T_co]):
                 f"rank {self._group.world_rank} waited {timeout_s} s for {self._call}; "
                 "it is still under way, and not all ranks may have started it"
             )
-        if self._scope is None:
-            self._settle()
-            return self._result()
-        self._settle_in(self._scope)
+        try:
+            if self._scope is None:
+                self._settle()
+            else:
+                self._settle_in(self._scope)
+        finally:
+            self._interrupted = not self._resolved
         return self._result()
 
     def done(self) -> bool:
@@ -357,18 +360,27 @@ class CollectiveTensor(Handle[T_co]):
         """
         if self._unlock is not None:
             self._give_back()  # first: the result may be written into the caller's own array
-        try:
-            if self._error is not None:
-                raise self._error  # noted before, but what followed was ended
-            self._compare()
-            if self._finish is not None:
-                self._value = self._finish()
-            elif self._value is None:
+        # What a signal handler raises here, where nothing is made yet, leaves it to be taken again.
+        if self._error is None:
+            try:
+                self._compare()
+            except MismatchError as error:
+                self._error = error
+                self._group.abandon()  # over here, but perhaps not elsewhere
+        if self._error is not None:
+            self._release()
+            raise self._error
+        if self._finish is None:
+            if self._value is None:
                 self._value = self._received()
+            self._release()
+            return
+        try:
+            self._value = self._finish()
         except Exception as error:
             self._error = error  # a second resolve must not find a half-made result
             if isinstance(error, MismatchError):
-                self._group.abandon()  # over here, but perhaps not elsewhere
+                self._group.abandon()
             raise
         except BaseException as error:  # such as Ctrl-C, which is no error of the operation's
             self._error = TransportError(

@@ -132,6 +132,23 @@ def test_an_error_of_a_step_is_that_of_the_operation():
     assert handle.done()
 
 
+@pytest.mark.parametrize("error", [ValueError("bang"), KeyboardInterrupt()])
+def test_what_a_handler_raises_before_a_result_is_made_costs_nothing(error):
+    class Comparison:
+        def compare(self, number, word, group):
+            nonlocal error
+            if error is not None:
+                raised, error = error, None
+                raise raised
+
+    request, call = Request(None), Call("all_reduce", "world")
+    request.done, call.signatures = True, Comparison()
+    handle = CollectiveTensor(Owner(), call, request, lambda: 7)
+    with pytest.raises(type(error)):
+        handle.resolve()
+    assert handle.resolve() == handle.resolve() == 7
+
+
 def test_a_dropped_handle_stays_until_it_is_resolved():
     owner, request = Owner(), Request(np.ones(3))
     buffer = weakref.ref(request.buffer)
