@@ -91,8 +91,9 @@ def read(package: Path) -> dict[str, Room]:
         code = [line for line in lines if line and not line.startswith(("#", "//", "/*", "*"))]
         rooms[name].files["/".join(parts)] = len(code)
         for line in code:
-            if match := re.match(r"(?:from|c?import) mpimesh\.(\w+)", line):
-                rooms[name].imports[match[1]] += match[1] != name
+            match = re.match(r"(?:from|c?import) mpimesh\.(\w+)", line)
+            if match and match[1] != name:
+                rooms[name].imports[match[1]] += 1
     return rooms
 
 

@@ -2,9 +2,8 @@ from collections.abc import Sequence
 from types import CodeType
 from typing import Any, Generic, TypeAlias
 
+from numpy.typing import NDArray
 from typing_extensions import TypeVar
-
-from mpimesh.arrays.namespace import HostArray
 
 T_co = TypeVar("T_co", covariant=True, default=Any)
 
@@ -36,7 +35,7 @@ class Board:
     @property
     def refuses(self) -> bool: ...
     def __init__(
-        self, place: int, boards: Sequence[HostArray], refuses: bool, slots: int
+        self, place: int, boards: Sequence[NDArray[Any]], refuses: bool, slots: int
     ) -> None: ...
     def post(self, number: int, digest: int) -> int: ...
     def agrees(self, number: int, word: int) -> bool: ...

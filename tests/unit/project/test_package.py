@@ -142,13 +142,13 @@ def test_what_is_compiled_is_as_new_as_its_sources(tmp_path):
     clone = tmp_path / "clone"
     copy_to(clone)
     core = clone / "mpimesh" / "core"
-    for source in core.glob("*.pyx"):
+    for source in [*core.glob("*.pyx"), *core.glob("*.pxd")]:
         source.write_text("")
     use = [sys.executable, "-c", "import mpimesh.core.node"]
     build = [sys.executable, "setup.py", "build_ext", "--inplace"]
     assert "is not built for" in run(clone, *use, code=1)
     assert "warning" not in run(clone, *build)
-    (module,) = core.glob("*" + SUFFIX)
+    module = core / f"node{SUFFIX}"
     run(clone, *use)
 
     built = module.stat()
