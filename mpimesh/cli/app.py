@@ -91,7 +91,7 @@ def doctor(
         bool,
         typer.Option(
             "--fresh",
-            help="First forget what earlier jobs have measured and proven here, and do it anew.",
+            help="First forget what earlier jobs have proven here, and do it anew.",
         ),
     ] = False,
     limit_s: Annotated[

@@ -59,7 +59,7 @@ def run_doctor(*, as_json: bool, fresh: bool, limit_s: float) -> None:
 
     Args:
         as_json: Write one JSON object instead of a page.
-        fresh: Forget first what earlier jobs have measured and proven.
+        fresh: Forget first what earlier jobs have proven.
         limit_s: Seconds after which the job is ended.
     """
     # Before MPI starts: where it dies of this, no finding would be shown.

@@ -58,7 +58,7 @@ def examine(at: Callable[[str], None], *, fresh: bool = False) -> Diagnosis:
 
     Args:
         at: Called with the name of each step.
-        fresh: Forget first what earlier jobs have measured and proven.
+        fresh: Forget first what earlier jobs have proven.
     """
     launch, software = Launch.detect(), find_software()
     leftovers = tuple(one for one in find_leftovers() if not one.doubt)
@@ -83,7 +83,7 @@ def examine(at: Callable[[str], None], *, fresh: bool = False) -> Diagnosis:
     whole = not problems and launch.size in (1, communicator.size)
     why_not_kept = cache_problem()
     if why_not_kept:
-        what = f"what is measured and proven is not kept for later jobs: {why_not_kept}"
+        what = f"what is proven is not kept for later jobs: {why_not_kept}"
         cure = "export XDG_CACHE_HOME=..., a folder that can be written"
         problems.append(Finding("warning", what, cure))
     at("measuring")

@@ -202,7 +202,7 @@ class RoutedCommunicator(MPICommunicator):
             )
             lanes = [start + lane_at for start in starts]
             pids = table[members, 1].tolist() if could[1] else ()
-            self._here = Window(core, place, memories, lanes, window.doors, pids)
+            self._here = Window(core, place, memories, lanes, window.doors, pids, kept)
             self.lending = Lending(arena, dict(zip(members, memories, strict=True)), window.fence)
         return nodes
 

@@ -149,15 +149,17 @@ cdef class Window:
             are zero at first.
         doors: The door of each.
         pids: The process of each, if all may read each other's memory; empty if not.
+        keep: What holds this rank's lane, kept until the window is closed.
     """
 
-    def __cinit__(self, Engine engine, int rank, memories, lanes, doors, pids=()):
+    def __cinit__(self, Engine engine, int rank, memories, lanes, doors, pids=(), keep=None):
         cdef int size = len(memories), q
         cdef cnp.ndarray memory
         if not 0 < size <= NODE_MAX_RANKS:
             raise TransportError(f"at most {NODE_MAX_RANKS} ranks of a node can share memory, not {size}")
         self.engine, self.rank, self.size = engine, rank, size
-        self._keep = list(memories), list(doors)
+        # A communicator that is dropped with something under way gives its memory back, but the window goes on in it.
+        self._keep = list(memories), list(doors), keep
         engine._made += 1
         self.c.engine, self.c.rank, self.c.size, self.c.id = &engine.c, rank, size, engine._made
         self.c.lane = <NodeLane **>calloc(size, sizeof(void *))
@@ -202,6 +204,7 @@ cdef class Window:
             node_close(&self.c)
             self.sweep()
             self.engine._windows.discard(self)
+            self._keep = None
 
     cdef void sweep(self):
         cdef Operation first

@@ -151,20 +151,3 @@ def test_shared_memory_that_is_off_is_told_as_off(launch):
     for row in rows:
         assert row.endswith(" off (MPIMESH_NODE_SHARED=never)"), str(result)
         assert " yes " not in row
-
-
-@pytest.mark.deep
-def test_fresh_forgets_what_was_measured(launch, tmp_path):
-    def shared_from(*options: str) -> list[int]:
-        result = launch(2, [*DOCTOR, "--json", *options], env={"XDG_CACHE_HOME": str(tmp_path)})
-        assert result.returncode == 0, str(result)
-        routes = json.loads(result.stdout)["algorithms"]
-        return [one["from_bytes"] for one in routes if one["algorithm"] != "mpi"]
-
-    shared_from()
-    (kept,) = (tmp_path / "mpimesh").glob("*.json")
-    table = json.loads(kept.read_text())
-    kept.write_text(json.dumps({ranks: [12345] * len(sizes) for ranks, sizes in table.items()}))
-    assert 12345 in shared_from()
-    assert 12345 not in shared_from("--fresh")
-    assert "12345" not in kept.read_text()

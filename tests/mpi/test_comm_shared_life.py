@@ -293,3 +293,18 @@ def test_communicators_give_their_memory_back(comm):
             del part
         gc.collect()
         assert node_of(0).arena.used_bytes == before
+
+
+@pytest.mark.nprocs(2, 3)
+def test_a_communicator_that_is_dropped_keeps_the_memory_that_others_write(comm):
+    """Its window goes on: who waits in it for a rank that never comes asks that one to ring."""
+    gc.collect()
+    arena = node_of(0).arena
+    before = arena.used_bytes
+    ranks = opened(comm).__enter__()
+    requests = [ranks.all_reduce(None, np.ones(100), "sum")] if comm.rank else []
+    comm.Barrier()
+    del ranks, requests
+    gc.collect()
+    assert arena.used_bytes > before
+    comm.Barrier()
