@@ -284,6 +284,17 @@ class Node:
             self.why_not = str(error)
 
     @property
+    def memory(self) -> HostArray:
+        """This process's memory, as its arrays lie in it.
+
+        Raises:
+            TransportError: If it has none.
+        """
+        if self.arena is None:
+            raise TransportError(self.why_not)
+        return self.arena.memory
+
+    @property
     def address(self) -> tuple[int, ...]:
         """Node, process, file, token, length and place: what others need to find this memory."""
         arena = self.arena

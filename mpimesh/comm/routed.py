@@ -175,6 +175,8 @@ class RoutedCommunicator(MPICommunicator):
         if kept is not None:
             try:
                 memories = [self._node.open(tuple(table[rank, :-2].tolist())) for rank in members]
+                # Its own as its arrays lie in it, not as others see it.
+                memories[members.index(self.rank)] = self._node.memory
             except TransportError as error:
                 why_not = str(error)
         reads = [self._node.can_read(tuple(table[rank, :-2].tolist())) for rank in members]
