@@ -65,7 +65,7 @@ Cells: TypeAlias = tuple["memoryview[int]", ...]
 """The cells of some ranks, in their order."""
 
 Note: TypeAlias = tuple[int, int]
-"""Where a rank's block begins in its arena, -1 for none; and what describes it."""
+"""Place of a rank's block in its arena, -1 for none; and its descriptor."""
 
 NOTES = 64
 """Number of steps by which a rank may be ahead of another."""

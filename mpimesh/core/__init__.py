@@ -1,4 +1,4 @@
-"""What is compiled: the window of the ranks that share memory, its operations and their waits."""
+"""Compiled: the window of the ranks that share memory, its operations, calls and handles."""
 
 from mpimesh.core import built
 

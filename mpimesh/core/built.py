@@ -1,4 +1,4 @@
-"""Whether what is compiled beside this file was built from the sources beside it.
+"""Check that the compiled modules beside this file were built from the sources beside it.
 
 Times of files do not say it: git sets them to now, a copy may keep them. The build leaves a note,
 with the checksum of what it read. An installed package has no sources, and nothing is compared.

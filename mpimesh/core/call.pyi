@@ -9,6 +9,8 @@ T_co = TypeVar("T_co", covariant=True, default=Any)
 
 Site: TypeAlias = tuple[CodeType, int]
 
+OWN: tuple[str, ...]
+
 def call_site() -> Site: ...
 
 class CallRecord:

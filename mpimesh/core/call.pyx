@@ -1,4 +1,4 @@
-"""What a call of an operation costs before and after its bytes: the call, its handle, its comparison."""
+"""Calls of operations, compiled: their records, their comparison over the ranks of a node, their handles."""
 
 cimport numpy as cnp
 from cpython.object cimport PyObject
@@ -26,7 +26,9 @@ cdef extern from "Python.h":
 Site = tuple[CodeType, int]
 """A place in a program: the code object and the offset of the instruction in it."""
 
-cdef tuple _OWN = ("mpimesh.", "numpy.", "contextlib")
+OWN = ("mpimesh.", "numpy.", "contextlib")
+"""Modules whose frames are no place of the program; operators of a split array come by NumPy's mixin."""
+cdef tuple _OWN = OWN
 
 
 cdef tuple _site():

@@ -1,4 +1,4 @@
-"""What other compiled modules take of `node.pyx`."""
+"""Declarations of `node.pyx` for other compiled modules."""
 
 cimport numpy as cnp
 from libc.stdint cimport int16_t, int32_t, uint8_t, uint32_t, uint64_t, uintptr_t
@@ -12,7 +12,7 @@ cdef extern from "kernels.h":
     const FoldRow fold_table[1]
 
 cdef extern from "node.h":
-    enum: NODE_HEAD_BYTES, NODE_CHUNK_BYTES, NODE_INLINE_BYTES, NODE_SMALL_BYTES, NODE_NAP_NS, NODE_MAX_RANKS
+    enum: NODE_HEAD_BYTES, NODE_SMALL_BYTES, NODE_MAX_RANKS
     enum:
         NODE_BARRIER
         NODE_ALL_REDUCE

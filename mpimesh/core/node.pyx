@@ -52,11 +52,6 @@ def _read_folds():
 _read_folds()
 
 
-def reduces(str op, str char):
-    """Tell whether arrays of a dtype, by NumPy's character, can be reduced by `op`."""
-    return (op, char) in _folds
-
-
 def can_read(int pid, size_t address, uint64_t expected):
     """Tell whether this process may read that one's memory, where a word is that is known."""
     return node_can_read(pid, <const void *>address, expected) != 0
@@ -109,11 +104,6 @@ cdef class Engine:
         """Take note whether this rank has a core that no other rank of the node needs."""
         self.c.spin = 300 if has_core else 0
         self.c.yield_ns = 1000000
-
-    @property
-    def busy(self):
-        """Whether anything is under way."""
-        return self.c.active != NULL
 
     def advance(self):
         """Move all that is under way; tell whether anything moved."""

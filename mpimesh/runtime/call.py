@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any
 
 from mpimesh.arguments import digest_bits, shown
-from mpimesh.core.call import CallRecord, Site, call_site
+from mpimesh.core.call import OWN, CallRecord, Site, call_site
 from mpimesh.errors import GroupError
 
 __all__ = [
@@ -19,10 +19,6 @@ __all__ = [
     "site_line",
     "site_text",
 ]
-
-_PACKAGE = __name__.split(".", 1)[0] + "."
-_PACKAGES = (_PACKAGE, "numpy.", "contextlib")
-"""Operators of a split array come by NumPy's mixin."""
 
 
 def site_line(site: Site) -> tuple[str, int]:
@@ -43,7 +39,7 @@ def call_stack() -> tuple[str, ...]:
     places: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith(_PACKAGES):
+        if not frame.f_globals.get("__name__", "").startswith(OWN):
             places.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         frame = frame.f_back
     return tuple(places)
