@@ -111,7 +111,7 @@ typedef struct {
         node_u64 refused; /* from which number on, and why: NODE_AT(number, 2 * culprit + is lost) */
     } __attribute__((aligned(128))) at;
     node_u64 waiters[NODE_MAX_RANKS / 64] __attribute__((aligned(128))); /* who sleeps until it moves: any sets its bit */
-    node_u32 told[NODE_TEXTS]; /* the digests whose texts are below; 0 while one is written */
+    node_u64 told[NODE_TEXTS]; /* the digests whose texts are below, 0 while one is written; above it how many were */
     char small[NODE_SMALLS][NODE_SMALL_BYTES] __attribute__((aligned(128)));
     char piece[NODE_PIECES][NODE_PIECE_BYTES];
     node_u64 text[NODE_TEXTS][NODE_TEXT_BYTES / 8];
@@ -907,26 +907,27 @@ static inline int node_can_read(int pid, const void *its_word, uint64_t expected
 /* Leave the text of a digest (not 0) for a mismatch's message. A look where it is there already; by one thread at a time. */
 static inline void node_tell(NodeWindow *w, uint32_t digest, const char *text, size_t n) {
     NodeLane *mine = w->lane[w->rank];
-    node_u32 *told = &mine->told[digest % NODE_TEXTS];
-    uint64_t words[NODE_TEXT_BYTES / 8] = {0};
-    if (atomic_load_explicit(told, memory_order_relaxed) == digest) return;
+    node_u64 *told = &mine->told[digest % NODE_TEXTS];
+    uint64_t words[NODE_TEXT_BYTES / 8] = {0}, before = atomic_load_explicit(told, memory_order_relaxed);
+    if ((uint32_t)before == digest) return;
     memcpy(words, text, n < NODE_TEXT_BYTES ? n : NODE_TEXT_BYTES - 1);
-    atomic_store_explicit(told, 0, memory_order_relaxed);
+    atomic_store_explicit(told, before >> 32 << 32, memory_order_relaxed);
     atomic_thread_fence(memory_order_release);
     for (int i = 0; i < NODE_TEXT_BYTES / 8; i++)
         atomic_store_explicit(&mine->text[digest % NODE_TEXTS][i], words[i], memory_order_relaxed);
-    atomic_store_explicit(told, digest, memory_order_release);
+    atomic_store_explicit(told, ((before >> 32) + 1) << 32 | digest, memory_order_release);
 }
 
 /* Copy what rank q has told of a digest, and a 0, to `buffer`; false where it is not there, or not any more. */
 static inline int node_told(NodeWindow *w, int q, uint32_t digest, char *buffer, size_t n) {
-    node_u32 *told = &w->lane[q]->told[digest % NODE_TEXTS];
-    uint64_t words[NODE_TEXT_BYTES / 8];
-    if (!digest || !n || atomic_load_explicit(told, memory_order_acquire) != digest) return 0;
+    node_u64 *told = &w->lane[q]->told[digest % NODE_TEXTS];
+    uint64_t words[NODE_TEXT_BYTES / 8], before = atomic_load_explicit(told, memory_order_acquire);
+    if (!digest || !n || (uint32_t)before != digest) return 0;
     for (int i = 0; i < NODE_TEXT_BYTES / 8; i++)
         words[i] = atomic_load_explicit(&w->lane[q]->text[digest % NODE_TEXTS][i], memory_order_relaxed);
     atomic_thread_fence(memory_order_acquire);
-    if (atomic_load_explicit(told, memory_order_relaxed) != digest) return 0;
+    /* Others may have been written since, and this one once more: the count tells it. */
+    if (atomic_load_explicit(told, memory_order_relaxed) != before) return 0;
     n = n < NODE_TEXT_BYTES ? n : NODE_TEXT_BYTES;
     memcpy(buffer, words, n - 1);
     buffer[n - 1] = 0;
