@@ -75,7 +75,7 @@ _WORDS = {
 _ALGORITHM_OF = ("all_reduce", "reduce", "broadcast")
 AlgorithmName = Literal[
     "centralized", "tree(2)", "tree(3)", "tree(4)", "tree(8)", "tree(16)", "ring", "mpi", "node",
-    "two_levels", "virtual",
+    "two_levels",
 ]  # fmt: skip
 """Ways of moving host memory by name, so that a type checker finds a misspelt one."""
 _TREE = re.compile(r"tree\(([1-9]\d{0,5})\)")

@@ -1,9 +1,9 @@
 """The table of algorithms: who moves the bytes of an operation, by memory, nodes and size.
 
 For host memory
-    ``node``: in memory that the ranks of one node share, by :mod:`mpimesh.core`. ``mpi``: MPI's own
-    collective. ``two_levels``: inside nodes in shared memory, between them by MPI. ``virtual``:
-    threads of one process. ``centralized``, ``tree(b)`` and ``ring``: by messages
+    ``node``: in memory that the ranks of one node share, or threads of one process, by
+    :mod:`mpimesh.core`. ``mpi``: MPI's own collective. ``two_levels``: inside nodes in shared
+    memory, between them by MPI. ``centralized``, ``tree(b)`` and ``ring``: by messages
     (`reductions.py`), where they are asked for.
 
 For device memory

@@ -6,6 +6,7 @@ C-contiguous, native-endian NumPy arrays and gets back a :class:`Request`. The
 same contract is met by MPI (`mpi.py`) and by threads (`virtual.py`), and one
 file of tests runs on both. A program may bring a class of its own: it sets `rank`
 and `size`, defines the abstract methods, and goes to ``DeviceMesh(dims, comm)``.
+What both do inside a node is in :class:`NodeCommunicator`.
 
 Rules that every implementation keeps
 1. Starting never waits for another rank. Collectives on one communicator start
@@ -30,13 +31,14 @@ from mpimesh.comm.region_messages import exchange_by_messages
 from mpimesh.comm.regions import check_regions
 from mpimesh.comm.requests import RecvRequest, Request
 from mpimesh.comm.signatures import Signatures
+from mpimesh.core.node import Window
 from mpimesh.errors import TransportError
 from mpimesh.layout.boxes import Regions
 
 if TYPE_CHECKING:
     from mpimesh.comm.lending import Lending
 
-__all__ = ["Communicator"]
+__all__ = ["Communicator", "NodeCommunicator"]
 
 
 class Communicator(ABC):
@@ -73,6 +75,8 @@ class Communicator(ABC):
     """Counts this rank's messages, where ranks are compared; kept by the runtime."""
     engine: ProgressEngine | None = None
     """Moves along what takes several steps, in every wait of the rank; kept by the runtime."""
+    window: Window | None = None
+    """The ranks, if all of them share memory: their collectives go by it."""
     lending: Lending | None = None
     """Lends arrays to ranks that can read this rank's memory; None if there are none."""
     packed: ArrayPool | None = None
@@ -325,3 +329,74 @@ class Communicator(ABC):
     @abstractmethod
     def abort(self, code: int) -> None:
         """End all ranks of the job at once with exit code `code`."""
+
+
+class NodeCommunicator(Communicator):
+    """Ranks whose collectives go by their window, where they have one, and else by `prepare`."""
+
+    def averages(self, nbytes: int) -> bool:
+        """Tell whether all-reduce knows ``"mean"``: a window does."""
+        return self.window is not None
+
+    def most_bytes_by(self, name: str, algorithm: str) -> int:
+        """Return the largest array that collective `name` can move by `algorithm`. Local."""
+        if algorithm == "node":
+            return NEVER if self.window is not None else -1
+        return super().most_bytes_by(name, algorithm)
+
+    def prepare(
+        self, name: str, arguments: tuple[Any, ...], algorithm: str | None = None
+    ) -> Callable[[], Request | Steps]:
+        """Return what starts a collective of these arrays, as often as wanted."""
+        if self.window is None or algorithm not in (None, "node") or name == "exchange_regions":
+            return super().prepare(name, arguments, algorithm)
+        start: Callable[[], Request] = getattr(self.window, name)(*arguments).start
+        return start
+
+    def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Any:
+        """Reduce over all ranks into `recv` on each; ``send=None`` means `recv` is the input."""
+        return self.prepare("all_reduce", (send, recv, op))()
+
+    def reduce(self, send: HostArray, recv: HostArray | None, op: str, root: int) -> Any:
+        """Reduce over all ranks into `recv` on `root`."""
+        return self.prepare("reduce", (send, recv, op, root))()
+
+    def reduce_scatter(
+        self, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
+    ) -> Any:
+        """Reduce `send`; rank r gets block r."""
+        return self.prepare("reduce_scatter", (send, recv, counts, op))()
+
+    def all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Any:
+        """Lay the ranks' `send` one after the other in `recv`."""
+        return self.prepare("all_gather", (send, recv, counts))()
+
+    def gather(
+        self, send: HostArray, recv: HostArray | None, counts: Sequence[int], root: int
+    ) -> Any:
+        """Lay the ranks' `send` one after the other in `recv` of `root`."""
+        return self.prepare("gather", (send, recv, counts, root))()
+
+    def scatter(
+        self, send: HostArray | None, recv: HostArray, counts: Sequence[int], root: int
+    ) -> Any:
+        """Rank r gets block r of root's `send`."""
+        return self.prepare("scatter", (send, recv, counts, root))()
+
+    def all_to_all(
+        self,
+        send: HostArray,
+        recv: HostArray,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+    ) -> Any:
+        """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
+        return self.prepare("all_to_all", (send, recv, send_counts, recv_counts))()
+
+    def broadcast(self, buffer: HostArray, root: int) -> Any:
+        """Copy `buffer` of `root` into `buffer` of every rank."""
+        return self.prepare("broadcast", (buffer, root))()
+
+    def barrier(self) -> Any:
+        """Done once every rank has started it."""
+        return self.prepare("barrier", ())()

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from mpimesh.arrays import ArrayPool
 from mpimesh.arrays.namespace import Array, HostArray
-from mpimesh.errors import MismatchError, TransportError, on_all_ranks
+from mpimesh.errors import TransportError
 
 __all__ = [
     "MAX_USER_TAG",
@@ -22,7 +22,6 @@ __all__ = [
     "Receive",
     "RecvRequest",
     "Request",
-    "agreed_counts",
     "all_done",
     "block_slices",
     "chunk_slices",
@@ -140,32 +139,6 @@ def cut(array: Array, counts: Sequence[int]) -> list[Array]:
 def chunk_slices(size: int, step: int, start: int = 0) -> list[slice]:
     """Return the places of chunks of `step` elements, up to `size`; the last may be shorter."""
     return [slice(at, min(at + step, size)) for at in range(start, size, max(1, step))]
-
-
-def agreed_counts(rows: list[list[int]], here: Sequence[int] | None = None) -> list[list[int]]:
-    """Return what each rank of an all-to-all sends to each.
-
-    Args:
-        rows: What each says that it sends to each, and then that it receives from each.
-        here: Which ranks these are, of several nodes; None if all.
-
-    Raises:
-        MismatchError: If they do not agree, on all of these ranks.
-    """
-    ranks = len(rows)
-    sent = [row[:ranks] for row in rows]
-    received = [row[ranks:] for row in rows]
-    if [list(column) for column in zip(*received, strict=True)] == sent:
-        return sent
-    names = range(ranks) if here is None else here
-    source, dest = next(
-        (s, d) for s, row in enumerate(sent) for d, n in enumerate(row) if received[d][s] != n
-    )
-    error = MismatchError(
-        f"in an all_to_all, rank {names[source]} sends {sent[source][dest]} bytes to rank "
-        f"{names[dest]}, which expects {received[dest][source]}"
-    )
-    raise on_all_ranks(error) if here is None else error
 
 
 # -- messages between ranks of one process -------------------------------------------------------

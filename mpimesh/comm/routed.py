@@ -8,7 +8,7 @@ on whether all of them could. Then the collectives of one node go through a wind
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from mpi4py import MPI
 from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.algorithms import NEVER, Algorithms, Row
 from mpimesh.comm.arena import Node, door_of
+from mpimesh.comm.base import NodeCommunicator
 from mpimesh.comm.engine import ProgressEngine, Steps, poll
 from mpimesh.comm.lending import Lending
 from mpimesh.comm.mpi import MPICommunicator
@@ -41,7 +42,7 @@ _PAGE_BYTES = 4096
 _CORE_NUMBERS, _CORE_BITS = 16, 62
 
 
-class RoutedCommunicator(MPICommunicator):
+class RoutedCommunicator(NodeCommunicator, MPICommunicator):
     """Ranks of an MPI communicator, of which those on one node share memory.
 
     Args:
@@ -50,9 +51,6 @@ class RoutedCommunicator(MPICommunicator):
         engine: Moves operations of several steps along.
         mode: The setting ``MPIMESH_NODE_SHARED``.
         limit: As for :class:`MPICommunicator`.
-
-    Attributes:
-        window: The ranks, if they are all on one node and share memory.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class RoutedCommunicator(MPICommunicator):
         self._plain.engine = engine
         self._node = node
         self._mode = mode
-        self.window: Window | None = None
         self._here: Window | None = None
         self._levels: OverNodes | None = None
         self._regions: SharedRegions | None = None
@@ -190,9 +187,10 @@ class RoutedCommunicator(MPICommunicator):
             return nodes
         self._kept = kept
         place, starts = members.index(self.rank), table[members, -2].tolist()
+        doors = [door_of(memory) for memory in memories]
         if len(members) > 1:
             boards = [m[at : at + BOARD_BYTES] for m, at in zip(memories, starts, strict=True)]
-            self.signatures = Signatures(place, members, boards)
+            self.signatures = Signatures(place, members, boards, doors)
         if not refused:
             window = self._window = SharedWindow(
                 place,
@@ -200,7 +198,7 @@ class RoutedCommunicator(MPICommunicator):
                 [at + BOARD_BYTES for at in starts],
                 arena,
                 lambda: comm.Iprobe(MPI.ANY_SOURCE, _POKE_TAG),
-                doors=[door_of(memory) for memory in memories],
+                doors=doors,
             )
             lanes = [start + lane_at for start in starts]
             pids = table[members, 1].tolist() if could[1] else ()
@@ -232,10 +230,6 @@ class RoutedCommunicator(MPICommunicator):
         """Keep no more what no other rank reads."""
         self._once = [one for one in self._once if not np.may_share_memory(one, memory)]
 
-    def averages(self, nbytes: int) -> bool:
-        """Tell whether all-reduce knows ``"mean"``: on one node it does."""
-        return self.window is not None
-
     def prepare(
         self, name: str, arguments: tuple[Any, ...], algorithm: str | None = None
     ) -> Callable[[], Request | Steps]:
@@ -244,10 +238,7 @@ class RoutedCommunicator(MPICommunicator):
             if self._regions is None:
                 return super().prepare(name, arguments)
             return self._regions.prepare(*arguments, often=True)
-        if self.window is not None and algorithm in (None, "node"):
-            start: Callable[[], Request] = getattr(self.window, name)(*arguments).start
-            return start
-        if algorithm not in (None, "mpi", "two_levels"):
+        if self.window is not None or algorithm not in (None, "mpi", "two_levels"):
             return super().prepare(name, arguments, algorithm)
         levels = self._levels
         if levels is not None and name == "all_reduce" and algorithm != "mpi":
@@ -262,61 +253,9 @@ class RoutedCommunicator(MPICommunicator):
 
     def most_bytes_by(self, name: str, algorithm: str) -> int:
         """Return the largest array that collective `name` can move by `algorithm`. Local."""
-        if algorithm == "node":
-            return NEVER if self.window is not None else -1
         if algorithm == "two_levels":
             return NEVER if self._levels is not None and name == "all_reduce" else -1
         return super().most_bytes_by(name, algorithm)
-
-    # -- collectives -------------------------------------------------------------------
-
-    def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Any:
-        """Reduce over all ranks into `recv` on each; ``send=None`` means `recv` is the input."""
-        return self.prepare("all_reduce", (send, recv, op))()
-
-    def reduce(self, send: HostArray, recv: HostArray | None, op: str, root: int) -> Any:
-        """Reduce over all ranks into `recv` on `root`."""
-        return self.prepare("reduce", (send, recv, op, root))()
-
-    def reduce_scatter(
-        self, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
-    ) -> Any:
-        """Reduce `send`; rank r gets block r."""
-        return self.prepare("reduce_scatter", (send, recv, counts, op))()
-
-    def all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Any:
-        """Lay the ranks' `send` one after the other in `recv`."""
-        return self.prepare("all_gather", (send, recv, counts))()
-
-    def gather(
-        self, send: HostArray, recv: HostArray | None, counts: Sequence[int], root: int
-    ) -> Any:
-        """Lay the ranks' `send` one after the other in `recv` of `root`."""
-        return self.prepare("gather", (send, recv, counts, root))()
-
-    def scatter(
-        self, send: HostArray | None, recv: HostArray, counts: Sequence[int], root: int
-    ) -> Any:
-        """Rank r gets block r of root's `send`."""
-        return self.prepare("scatter", (send, recv, counts, root))()
-
-    def all_to_all(
-        self,
-        send: HostArray,
-        recv: HostArray,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-    ) -> Any:
-        """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
-        return self.prepare("all_to_all", (send, recv, send_counts, recv_counts))()
-
-    def broadcast(self, buffer: HostArray, root: int) -> Any:
-        """Copy `buffer` of `root` into `buffer` of every rank."""
-        return self.prepare("broadcast", (buffer, root))()
-
-    def barrier(self) -> Any:
-        """Done once every rank has started it."""
-        return self.prepare("barrier", ())()
 
     def exchange_regions(
         self,

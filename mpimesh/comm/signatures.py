@@ -54,6 +54,7 @@ import numpy as np
 from mpimesh.arguments import digest_bits, rank_names
 from mpimesh.arrays.namespace import HostArray
 from mpimesh.core.call import Board
+from mpimesh.core.node import Door
 from mpimesh.errors import MismatchError
 
 __all__ = [
@@ -94,8 +95,7 @@ class Signatures(Board):
         place: Which board is this rank's.
         ranks: The ranks of the communicator that the boards belong to.
         boards: `BOARD_BYTES` of each, zero at first.
-        refuses: Whether nothing is started after a mismatch. If not, each later operation is
-            started, compared, and raises it where its result is taken.
+        doors: The doors of all of them: nothing comes any more for who sleeps after a mismatch.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class Signatures(Board):
         place: int,
         ranks: Sequence[int],
         boards: Sequence[HostArray],
-        *,
-        refuses: bool = True,
+        doors: Sequence[Door],
     ) -> None:
-        super().__init__(place, boards, refuses, SLOTS)
+        super().__init__(place, boards, SLOTS)
         self._ranks = ranks
         self._place = place
         self._boards = boards
+        self._doors = doors
         # Through memoryviews a number is read in 40 ns, a third of what NumPy takes.
         self._words: list[memoryview[int]] = [
             memoryview(board[:_TEXTS_AT].view(np.int64))  # type: ignore[arg-type]
@@ -242,9 +242,9 @@ class Signatures(Board):
     def _refuse(self, number: int) -> None:
         """Start nothing from operation `number` on, and let the others know."""
         if not self.apart:
-            self.apart = number
-            if self.refuses:
-                self._mine[_REFUSED] = number
+            self.apart = self._mine[_REFUSED] = number
+            for door in self._doors:
+                door.ring()
 
     def _first(self, theirs: memoryview[int], number: int) -> int:
         """Return the first operation up to `number` that a rank has started otherwise."""

@@ -1,58 +1,45 @@
 """Ranks that are threads of one process: the whole of mpimesh without MPI.
 
-A :class:`VirtualWorld` holds n ranks. Every operation is a record under one
-lock; whoever completes it moves the bytes. Waiting means sleeping on the world's
-condition, and since the world sees every rank it also sees when all of them
-sleep and nothing can change any more: then it says what each one waits for, and
-raises, instead of hanging as MPI would.
+A :class:`VirtualWorld` holds n ranks. Their collectives go by a window of :mod:`mpimesh.core`, as
+those of the processes of a node do: all arrays of the process are memory that they share. Messages
+and splits are records under one lock. Who waits sleeps at its rank's door, and since the world
+sees every rank it also sees when all of them sleep and nothing can change any more: then it says
+what each one waits for, and raises, instead of hanging as MPI would.
 
 With ``rendezvous=True`` a send is done only when its receive has begun, as MPI
 is free to do for any message. Programs that lean on MPI's buffering deadlock
 there, and so show it.
 
-Collectives are plain NumPy on the buffers of all ranks, rank after rank: this is
-also the readable definition of what the other transports must do, and the oracle
-they are tested against.
+Why no sleep is missed: a rank takes its bell before it looks whether it is done, then asks those
+that it lacks to ring and looks once more. Whatever moves later rings, as does every message and
+split, so the bell has changed or the rank wakes up. And if all ranks that still run have done so,
+and no bell has rung since, none can move.
 """
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import reduce
+from collections.abc import Callable
 
 import numpy as np
 
 from mpimesh.arrays.namespace import HostArray
-from mpimesh.comm.base import Communicator
+from mpimesh.comm.algorithms import Algorithms
+from mpimesh.comm.base import NodeCommunicator
 from mpimesh.comm.engine import Steps
-from mpimesh.comm.regions import FUNCTIONS
-from mpimesh.comm.requests import (
-    Condition,
-    Mailbox,
-    RecvRequest,
-    Request,
-    agreed_counts,
-    block_slices,
-    cut,
-)
+from mpimesh.comm.requests import Condition, Mailbox, RecvRequest, Request
 from mpimesh.comm.signatures import BOARD_BYTES, Signatures
-from mpimesh.errors import (
-    DeadlockError,
-    MismatchError,
-    MpimeshError,
-    RemoteError,
-    TransportError,
-    on_all_ranks,
-)
+from mpimesh.core.node import DOOR_BYTES, LANE_BYTES, Door, Engine, Window
+from mpimesh.errors import DeadlockError, RemoteError, on_all_ranks
 
 __all__ = ["VirtualCommunicator", "VirtualWorld", "virtual_communicators"]
 
 _POLL_INTERVAL_S = 50e-6
 """Sleep of a rank that waits for a device and not for another rank."""
+_LONGEST_SLEEP_S = 3600.0
 
 
 class VirtualWorld:
@@ -74,60 +61,70 @@ class VirtualWorld:
         self.size = size
         self.rendezvous = rendezvous
         self._circle = circle
-        # Reentrant: what a waiting rank asks for may itself start operations.
-        self.changed = threading.Condition(threading.RLock())
+        # Reentrant: who finds a deadlock may have it told by all.
+        self.lock = threading.RLock()
+        self.doors = [Door(row) for row in _zeros(size, DOOR_BYTES)]
+        self.engines = [Engine(door) for door in self.doors]
         self.failure: tuple[int, BaseException] | None = None
-        self._version = 0
-        self._stirred = False
+        self._stirred = [False] * size
         self._asleep: dict[int, tuple[int, object]] = {}
         self._running = set(range(size))
 
-    def note_change(self) -> None:
-        """Wake whoever waits; called, with the lock held, after every change of state."""
-        self._version += 1
-        self.changed.notify_all()
+    def ring(self) -> None:
+        """Let all ranks look again; called after every change of what is in no window."""
+        for door in self.doors:
+            door.ring()
 
-    def stir(self) -> None:
-        """Let the wait that is about to sleep look again soon: a device moves, unseen."""
-        with self.changed:
-            self._stirred = True
+    def stir(self, rank: int) -> None:
+        """Let the wait of `rank` that is about to sleep look again soon: a device moves, unseen."""
+        self._stirred[rank] = True
 
     def fail(self, rank: int, error: BaseException) -> None:
         """End the waits of all ranks because `rank` ended with `error`."""
-        with self.changed:
+        with self.lock:
             if self.failure is None:
                 self.failure = (rank, error)
-            self.note_change()
+        self.ring()
 
     def leave(self, rank: int) -> None:
         """Take a rank out that has returned; whoever waits for it now waits in vain."""
-        with self.changed:
+        with self.lock:
             self._running.discard(rank)
-            self.note_change()
+        self.ring()
 
-    def sleep(self, rank: int, ready: Callable[[], bool], until_s: float, what: object) -> bool:
+    def sleep(
+        self,
+        rank: int,
+        ready: Callable[[], bool],
+        until_s: float,
+        what: object,
+        idle: Callable[[], None] | None,
+    ) -> bool:
         """Wait on `rank` for `ready`; False once the clock is past `until_s`."""
-        with self.changed:
-            while True:
-                version = self._version
-                self._stirred = False
-                if ready():  # first: what is here is here, whoever has failed since
-                    return True
-                self._raise_failure(rank)
-                if version != self._version:
-                    continue  # `ready` itself started something: look again
-                left_s = until_s - time.monotonic()
-                if left_s <= 0:
-                    return False
-                if self._stirred:
-                    self.changed.wait(min(left_s, _POLL_INTERVAL_S))
-                elif left_s == float("inf"):
-                    self._asleep[rank] = (version, what)
-                    self._raise_deadlock()
-                    self.changed.wait()
-                else:
-                    self.changed.wait(left_s)
-                self._asleep.pop(rank, None)
+        engine = self.engines[rank]
+        while True:
+            bell = engine.bell()
+            self._stirred[rank] = False
+            if ready():  # first: what is here is here, whoever has failed since
+                return True
+            self._raise_failure(rank)
+            if idle is not None:
+                idle()
+            left_s = min(until_s - time.monotonic(), _LONGEST_SLEEP_S)
+            if left_s <= 0:
+                return False
+            if self._stirred[rank]:
+                engine.sleep(bell, min(left_s, _POLL_INTERVAL_S))
+            elif until_s < float("inf"):
+                engine.sleep(bell, left_s)
+            elif not engine.sleep(bell, 0):  # it has looked once more, and will be rung
+                try:
+                    with self.lock:
+                        self._asleep[rank] = (bell, what)
+                        self._raise_deadlock()
+                    engine.sleep(bell, left_s)
+                finally:
+                    self._asleep.pop(rank, None)
 
     def _raise_failure(self, rank: int) -> None:
         if self.failure is None or self.failure[0] == rank:
@@ -141,8 +138,8 @@ class VirtualWorld:
         ) from error
 
     def _raise_deadlock(self) -> None:
-        # Nothing has changed since any of them looked, and all of them sleep: nothing ever will.
-        stuck = {r: what for r, (version, what) in self._asleep.items() if version == self._version}
+        # No bell has rung since any of them looked, and all of them sleep: none ever will.
+        stuck = {r: what for r, (bell, what) in self._asleep.items() if self._is_quiet(r, bell)}
         if not self._running <= stuck.keys():
             return
         rows = "\n".join(f"  rank {rank} waits in {what}" for rank, what in sorted(stuck.items()))
@@ -152,14 +149,18 @@ class VirtualWorld:
         text = f"all virtual ranks wait and none can go on:\n{rows}{left}"
         error = on_all_ranks(DeadlockError(f"{text}\n{circle}" if circle else text))
         self.failure = (-1, error)
-        self.note_change()
+        self.ring()
         raise error
 
+    def _is_quiet(self, rank: int, bell: int) -> bool:
+        return self.engines[rank].bell() == bell
 
-class VirtualCommunicator(Communicator):
+
+class VirtualCommunicator(NodeCommunicator):
     """One thread's view of a set of virtual ranks."""
 
     kind = "virtual"
+    window: Window
 
     def __init__(
         self, world: VirtualWorld, context: _Context, rank: int, world_ranks: tuple[int, ...]
@@ -169,54 +170,14 @@ class VirtualCommunicator(Communicator):
         self.size = len(world_ranks)
         self.world_ranks = world_ranks
         self._context = context
-        self.signatures = context.signatures(rank, self.size)
-        self._sequence = 0
+        doors = [world.doors[one] for one in world_ranks]
+        self.signatures = context.signatures(rank, doors)
+        self.window = context.window(world.engines[world_ranks[rank]], rank, doors)
+        self._splits = 0
 
-    # -- collectives -------------------------------------------------------------
-
-    def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
-        """Reduce over all ranks into `recv` on each, in rank order."""
-        return self._start("all_reduce", op, recv if send is None else send, recv)
-
-    def reduce(self, send: HostArray, recv: HostArray | None, op: str, root: int) -> Request:
-        """Reduce over all ranks into `recv` on `root`."""
-        return self._start("reduce", (op, root), send, recv if self.rank == root else None)
-
-    def reduce_scatter(
-        self, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
-    ) -> Request:
-        """Reduce `send`; rank r gets block r."""
-        return self._start("reduce_scatter", op, send, recv)
-
-    def all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Request:
-        """Lay the ranks' `send` one after the other in `recv`."""
-        return self._start("all_gather", None, send, recv)
-
-    def gather(
-        self, send: HostArray, recv: HostArray | None, counts: Sequence[int], root: int
-    ) -> Request:
-        """Lay the ranks' `send` one after the other in `recv` of `root`."""
-        return self._start("gather", root, send, recv if self.rank == root else None)
-
-    def scatter(
-        self, send: HostArray | None, recv: HostArray, counts: Sequence[int], root: int
-    ) -> Request:
-        """Rank r gets block r of root's `send`."""
-        return self._start("scatter", root, send if self.rank == root else None, recv)
-
-    def all_to_all(
-        self,
-        send: HostArray,
-        recv: HostArray,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-    ) -> Request:
-        """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
-        return self._start("all_to_all", None, send, recv, [*send_counts, *recv_counts])
-
-    def broadcast(self, buffer: HostArray, root: int) -> Request:
-        """Copy `buffer` of `root` into `buffer` of every rank."""
-        return self._start("broadcast", root, buffer, buffer)
+    def algorithms(self) -> Algorithms:
+        """Return the table by which it moves host memory. Local."""
+        return Algorithms.only("node", "in the memory of the process, whose threads the ranks are")
 
     # -- memory that all ranks have ------------------------------------------------
 
@@ -226,28 +187,24 @@ class VirtualCommunicator(Communicator):
         if source != self.rank:
             return source, -1, None
         memory: HostArray = np.empty(nbytes, np.uint8)
-        with self.world.changed:
+        with self.world.lock:
             place = context.num_offers = context.num_offers + 1
             context.offers[place] = memory
         return source, place, memory
 
     def take_once(self, source: int, place: int, nbytes: int) -> HostArray:
         """Return the array that another rank has offered."""
-        with self.world.changed:
+        with self.world.lock:
             memory: HostArray = self._context.offers[place][:]
         return memory
 
     def release_once(self, memory: HostArray) -> None:
         """Keep no more what no other rank reads."""
         context = self._context
-        with self.world.changed:
+        with self.world.lock:
             for place, one in [*context.offers.items()]:
                 if np.may_share_memory(one, memory):
                     del context.offers[place]
-
-    def barrier(self) -> Request:
-        """Done once every rank has started it."""
-        return self._start("barrier", None, None, None)
 
     # -- messages ----------------------------------------------------------------
 
@@ -277,102 +234,61 @@ class VirtualCommunicator(Communicator):
     ) -> bool:
         """Sleep until `ready`; the world wakes the thread when something has changed."""
         until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        return self.world.sleep(self.world_ranks[self.rank], ready, until_s, what)
+        return self.world.sleep(self.world_ranks[self.rank], ready, until_s, what, idle)
 
     def stir(self) -> None:
         """Let a wait of this rank look again soon."""
-        self.world.stir()
+        self.world.stir(self.world_ranks[self.rank])
 
     def split(self, color: int | None, key: int) -> VirtualCommunicator | None:
         """Make one communicator for each color."""
-        collective = self._join("split", None, None, None, () if color is None else (color, key))
-        self.wait(collective.is_done, what="split")
-        return self._part(collective, color)
+        split = self._join(None if color is None else (color, key))
+        self.wait(lambda: split.done, what="split")
+        return self._part(split, color)
 
     def idup(self) -> Steps:
         """Make a communicator of the same ranks without waiting; the steps' value."""
-        collective = self._join("split", None, None, None, (0, self.rank))
-        yield Condition(collective.is_done)
-        return self._part(collective, 0)
+        split = self._join((0, self.rank))
+        yield Condition(lambda: split.done)
+        return self._part(split, 0)
 
-    def _part(self, collective: _Collective, color: int | None) -> VirtualCommunicator | None:
+    def _join(self, mine: tuple[int, int] | None) -> _Split:
+        """Bring this rank's color and key; the last rank to come makes the parts."""
+        context = self._context
+        with self.world.lock:
+            self._splits += 1
+            split = context.splits.setdefault(self._splits, _Split())
+            split.joined[self.rank] = mine
+            if len(split.joined) == self.size:
+                del context.splits[self._splits]
+                split.make(self.world)
+        self.world.ring()
+        return split
+
+    def _part(self, split: _Split, color: int | None) -> VirtualCommunicator | None:
         if color is None:
             return None
-        context, members = collective.groups[color]
+        context, members = split.parts[color]
         world_ranks = tuple(self.world_ranks[member] for member in members)
         part = VirtualCommunicator(self.world, context, members.index(self.rank), world_ranks)
         self.adopt(part)
         return part
 
     def free(self) -> None:
-        """Give back what moves device memory; contexts go with their last user."""
+        """Give back what moves device memory, and the window; contexts go with their last user."""
         self.free_device()
+        if self.window.idle:  # else another rank may yet read an array that the window keeps
+            self.window.close()
 
     def abort(self, code: int) -> None:
         """End the waits of all ranks."""
         rank = self.world_ranks[self.rank]
         self.world.fail(rank, SystemExit(code))
 
-    # -- helpers -----------------------------------------------------------------
-
-    def _start(
-        self,
-        operation: str,
-        rule: object,
-        send: HostArray | None,
-        recv: HostArray | None,
-        counts: Sequence[int] = (),
-    ) -> Request:
-        """Join the next collective, and return its request."""
-        return Condition(self._join(operation, rule, send, recv, counts).is_done)
-
-    def _join(
-        self,
-        operation: str,
-        rule: object,
-        send: HostArray | None,
-        recv: HostArray | None,
-        numbers: Sequence[int] = (),
-    ) -> _Collective:
-        """Bring this rank's part of its next collective; the last rank to come completes it."""
-        with self.world.changed:
-            number = self._sequence
-            self._sequence += 1
-            collective = self._context.collectives.setdefault(number, _Collective())
-            collective.contributions[self.rank] = _Contribution(
-                operation, rule, send, recv, tuple(numbers)
-            )
-            if len(collective.contributions) == self.size:
-                del self._context.collectives[number]
-                self._complete(collective)
-                self.world.note_change()
-        return collective
-
-    def _complete(self, collective: _Collective) -> None:
-        """Move the bytes of a collective that all ranks have joined."""
-        parts = [collective.contributions[rank] for rank in range(self.size)]
-        calls = {(part.operation, part.rule) for part in parts}
-        if len(calls) > 1:
-            rows = "; ".join(f"rank {r}: {p.operation} {p.rule or ''}" for r, p in enumerate(parts))
-            collective.error = TransportError(f"ranks met in different collectives: {rows}")
-            return
-        operation = parts[0].operation
-        try:
-            if operation == "split":
-                collective.groups = _split(self.world, parts)
-            else:
-                _move(operation, parts)
-        except MismatchError as error:
-            collective.error = error
-        except ValueError as error:
-            collective.error = TransportError(f"{operation} over virtual ranks failed: {error}")
-        collective.contributions.clear()
-        collective.done = True
-
 
 def virtual_communicators(world: VirtualWorld) -> list[VirtualCommunicator]:
     """Return the communicator of all ranks of `world`, as each of them sees it."""
-    context = _Context(world)
+    context = _Context(world, world.size)
     ranks = tuple(range(world.size))
     return [VirtualCommunicator(world, context, rank, ranks) for rank in ranks]
 
@@ -382,154 +298,60 @@ class _Context:
 
     Attributes:
         messages: Their messages.
-        collectives: Those that some ranks have joined and others have not, by sequence number.
-        boards: The signatures that each rank has posted.
+        splits: Those that some ranks have joined and others have not, by number.
         offers: The arrays that ranks have offered to all, by number.
         num_offers: How many there have been.
     """
 
-    def __init__(self, world: VirtualWorld) -> None:
-        self.messages = Mailbox(world.changed, world.note_change)
-        self.collectives: dict[int, _Collective] = {}
-        self.boards: dict[int, HostArray] = {}
+    def __init__(self, world: VirtualWorld, size: int) -> None:
+        self.messages = Mailbox(world.lock, world.ring)
+        self.splits: dict[int, _Split] = {}
         self.offers: dict[int, HostArray] = {}
         self.num_offers = 0
+        self._boards = [np.zeros(BOARD_BYTES, np.uint8) for _ in range(size)]
+        self._lanes = _zeros(size, LANE_BYTES)
 
-    def signatures(self, rank: int, size: int) -> Signatures | None:
+    def signatures(self, rank: int, doors: list[Door]) -> Signatures | None:
         """Return what the ranks compare with each other; None for a rank alone."""
-        if size == 1:
-            return None
-        boards = [
-            self.boards.setdefault(other, np.zeros(BOARD_BYTES, np.uint8)) for other in range(size)
-        ]
-        return Signatures(rank, range(size), boards, refuses=False)
+        size = len(doors)
+        return Signatures(rank, range(size), self._boards, doors) if size > 1 else None
+
+    def window(self, engine: Engine, rank: int, doors: list[Door]) -> Window:
+        """Return the ranks as `rank` starts operations among them."""
+        lanes = self._lanes
+        return Window(engine, rank, lanes, [0] * len(lanes), doors, is_threads=True)
 
 
-@dataclass(slots=True, eq=False)
-class _Collective:
-    """One collective under way.
-
-    Attributes:
-        contributions: The part of each rank that has joined, until the bytes are moved.
-        done: Whether all have joined and the bytes are moved.
-        error: Raised on every rank, if it failed.
-        groups: The context and the members of each color, after a split.
-    """
-
-    contributions: dict[int, _Contribution] = field(default_factory=dict)
-    done: bool = False
-    error: MpimeshError | None = None
-    groups: dict[int, tuple[_Context, tuple[int, ...]]] = field(default_factory=dict)
-
-    def is_done(self) -> bool:
-        """Tell whether all ranks have joined and the bytes are moved."""
-        if self.error is not None:
-            error = type(self.error)(*self.error.args)
-            raise on_all_ranks(error) if self.error.agreed else error
-        return self.done
-
-
-@dataclass(slots=True)
-class _Contribution:
-    """One rank's part in a collective.
+class _Split:
+    """One split of the ranks of a communicator.
 
     Attributes:
-        operation: The collective's name.
-        rule: Must be equal on all ranks: the reduction, the root.
-        send: The rank's input, if it has one.
-        recv: Where its output goes, if it gets one.
-        numbers: In an all-to-all the elements of the block for each rank, and then of that from
-            each; in a split color and key, nothing for a rank that is in no part.
+        joined: The color and key of each rank that has joined; None for one that is in no part.
+        parts: The context and the members of each color, once all have joined.
+        done: Whether they have.
     """
 
-    operation: str
-    rule: object
-    send: HostArray | None
-    recv: HostArray | None
-    numbers: tuple[int, ...]
+    def __init__(self) -> None:
+        self.joined: dict[int, tuple[int, int] | None] = {}
+        self.parts: dict[int, tuple[_Context, tuple[int, ...]]] = {}
+        self.done = False
+
+    def make(self, world: VirtualWorld) -> None:
+        """Make the parts of all colors."""
+        members: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for rank, mine in sorted(self.joined.items()):
+            if mine is not None:
+                color, key = mine
+                members[color].append((key, rank))
+        for color, ranks in members.items():
+            part = tuple(rank for _, rank in sorted(ranks))
+            self.parts[color] = _Context(world, len(part)), part
+        self.done = True
 
 
-def _split(
-    world: VirtualWorld, parts: list[_Contribution]
-) -> dict[int, tuple[_Context, tuple[int, ...]]]:
-    members: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-    for rank, part in enumerate(parts):
-        if part.numbers:
-            color, key = part.numbers
-            members[color].append((key, rank))
-    return {
-        color: (_Context(world), tuple(rank for _, rank in sorted(ranks)))
-        for color, ranks in members.items()
-    }
-
-
-# -- what moves ------------------------------------------------------------------------------------
-
-
-def _move(operation: str, parts: Sequence[_Contribution]) -> None:
-    """Move the buffers of all ranks: what they put in makes a whole, of which each gets its part.
-
-    A barrier moves nothing: all ranks are here, which is the point.
-    """
-    if operation == "barrier":
-        return
-    make, is_cut = _WHOLES[operation]
-    whole = make(parts)
-    sizes = [0 if part.recv is None else part.recv.size for part in parts]
-    blocks = block_slices(sizes) if is_cut else [slice(None)] * len(parts)
-    for rank, (part, block) in enumerate(zip(parts, blocks, strict=True)):
-        recv, got = part.recv, whole[block]
-        if recv is not None and recv is not whole:
-            if recv.size != got.size:  # NumPy would repeat a single element
-                raise ValueError(
-                    f"{got.nbytes} bytes come for rank {rank}, which has room for {recv.nbytes}: "
-                    f"shape {got.shape} does not fit into shape {recv.shape}"
-                )
-            recv[...] = got
-
-
-def _reduced(parts: Sequence[_Contribution]) -> HostArray:
-    """Reduce what the ranks put in, in rank order."""
-    rule = parts[0].rule
-    function = FUNCTIONS[rule[0] if isinstance(rule, tuple) else str(rule)]
-    inputs = [part.send for part in parts if part.send is not None]
-    # The first step makes a new array, so that an output may be one of the inputs.
-    # Overflow and NaN pass silently, as they do in MPI.
-    with np.errstate(all="ignore"):
-        return reduce(function, inputs) if len(inputs) > 1 else inputs[0].copy()
-
-
-def _joined(parts: Sequence[_Contribution]) -> HostArray:
-    """Lay what the ranks put in one after the other."""
-    return np.concatenate([part.send for part in parts if part.send is not None])
-
-
-def _exchanged(parts: Sequence[_Contribution]) -> HostArray:
-    """Lay the blocks for rank 0 one after the other, then those for rank 1, and so on."""
-    sends = [part.send for part in parts if part.send is not None]
-    itemsize = sends[0].itemsize
-    agreed_counts([[count * itemsize for count in part.numbers] for part in parts])
-    rows = [cut(s, p.numbers[: len(parts)]) for s, p in zip(sends, parts, strict=True)]
-    return np.concatenate([block for column in zip(*rows, strict=True) for block in column])
-
-
-def _of_root(parts: Sequence[_Contribution]) -> HostArray:
-    """Return what the root puts in."""
-    root = parts[0].rule
-    send = parts[root].send if isinstance(root, int) else None
-    if send is None:
-        raise ValueError(f"root {root} brought no buffer")
-    return send
-
-
-_WHOLES: dict[str, tuple[Callable[[Sequence[_Contribution]], HostArray], bool]] = {
-    "all_reduce": (_reduced, False),
-    "reduce": (_reduced, False),
-    "reduce_scatter": (_reduced, True),
-    "all_gather": (_joined, False),
-    "gather": (_joined, False),
-    "scatter": (_of_root, True),
-    "all_to_all": (_exchanged, True),
-    "broadcast": (_of_root, False),
-}
-"""For each collective, what makes the whole, and whether a rank gets a block of it or all of it."""
+def _zeros(rows: int, nbytes: int) -> list[HostArray]:
+    """Return rows of bytes, of which only those pages cost memory that are written."""
+    block = mmap.mmap(-1, rows * nbytes)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        block.madvise(mmap.MADV_NOHUGEPAGE)
+    return [*np.frombuffer(block, np.uint8).reshape(rows, nbytes)]

@@ -78,7 +78,6 @@ cdef class Board:
     Args:
         place: Which of them is this rank.
         boards: The board of each, as bytes.
-        refuses: Whether nothing is started after a mismatch.
         slots: Words on each board; a power of two.
 
     Attributes:
@@ -91,16 +90,15 @@ cdef class Board:
     cdef int _place, _size
     cdef long _last
     cdef uint64_t _total
-    cdef readonly bint refuses
     cdef public long apart
     cdef public bint open
 
-    def __init__(self, int place, boards, bint refuses, long slots):
+    def __init__(self, int place, boards, long slots):
         cdef cnp.ndarray board
         cdef int q
         if not 0 < len(boards) <= 256:
             raise ValueError("a board is for at most 256 ranks")
-        self._place, self._size, self._boards, self.refuses = place, len(boards), list(boards), refuses
+        self._place, self._size, self._boards = place, len(boards), list(boards)
         self.open, self._last = True, slots - 1
         for q in range(self._size):
             board = boards[q]
@@ -117,7 +115,7 @@ cdef class Board:
         """
         cdef int64_t word, theirs, left = 0
         cdef int q
-        if self.apart and self.refuses:
+        if self.apart:
             return -1
         self._total = (3 * self._total + <uint64_t>digest) & 0xFFFFFFF
         word = <int64_t>number << 28 | <int64_t>self._total
@@ -128,7 +126,7 @@ cdef class Board:
             theirs = (<volatile int64_t *>self._words[q])[number & self._last]
             if theirs != word:
                 left = word
-                if theirs >> 28 == number and self.refuses:
+                if theirs >> 28 == number:
                     self.found(q, number)
                     return -1
         return left
@@ -286,8 +284,7 @@ cdef class Caller:
 
     Args:
         core: The group, whose `run` takes all others.
-        communicator: Its transport.
-        window: Its ranks.
+        communicator: Its transport, which has a window.
         handle: Makes the handle of a call.
         call: Makes the record of a call.
 
@@ -303,8 +300,8 @@ cdef class Caller:
     cdef Board board
     cdef dict _direct
 
-    def __init__(self, core, communicator, Window window not None, handle, call):
-        self.core, self.communicator, self.window = core, communicator, window
+    def __init__(self, core, communicator, handle, call):
+        self.core, self.communicator, self.window = core, communicator, communicator.window
         self.context, self.progress = core.context, core.progress
         self.traffic, self.open_work = core.context.traffic, core.open_work
         self.name, self.board = core.name, communicator.signatures

@@ -169,7 +169,7 @@ typedef struct NodeEngine {
     long yield_ns;             /* how long it yields before it sleeps */
     _Atomic long nap_ns;       /* of the next sleep of node_wait(); they grow */
     node_u32 busy;             /* the lock: a thread of this rank starts or moves something */
-    int rouse;                 /* something is over or was started that a sleeping thread of this rank may not know of */
+    int rouse;                 /* something is over or was started that a thread of this rank may not know of when it goes to sleep */
     uint64_t records;
     NodeRecord record[NODE_RECORDS];
 } NodeEngine;
@@ -242,7 +242,7 @@ static inline void node_unlock(NodeEngine *e) {
     int rouse = e->rouse;
     e->rouse = 0;
     atomic_store_explicit(&e->busy, 0, memory_order_release);
-    if (rouse && atomic_load_explicit(&e->mine->asleep, memory_order_relaxed)) node_wake(e->mine);
+    if (rouse) node_wake(e->mine); /* also for who has not looked yet whether it may sleep */
 }
 
 static inline uint64_t node_ns(void) {

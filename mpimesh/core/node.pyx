@@ -140,9 +140,12 @@ cdef class Window:
         doors: The door of each.
         pids: The process of each, if all may read each other's memory; empty if not.
         keep: What holds this rank's lane, kept until the window is closed.
+        is_threads: Whether the ranks are threads of this process, which may read all of its arrays.
     """
 
-    def __cinit__(self, Engine engine, int rank, memories, lanes, doors, pids=(), keep=None):
+    def __cinit__(
+        self, Engine engine, int rank, memories, lanes, doors, pids=(), keep=None, bint is_threads=False
+    ):
         cdef int size = len(memories), q
         cdef cnp.ndarray memory
         if not 0 < size <= NODE_MAX_RANKS:
@@ -162,9 +165,9 @@ cdef class Window:
             memory = memories[q]
             if not 0 <= lanes[q] <= cnp.PyArray_NBYTES(memory) - <cnp.npy_intp>sizeof(NodeLane):
                 raise ValueError("a lane must lie in its memory")
-            bases[q] = <char *>cnp.PyArray_DATA(memory)
+            bases[q] = NULL if is_threads else <char *>cnp.PyArray_DATA(memory)
             self.c.segment[q] = &bases[q]
-            self.c.lane[q] = <NodeLane *>(bases[q] + <size_t>lanes[q])
+            self.c.lane[q] = <NodeLane *>(<char *>cnp.PyArray_DATA(memory) + <size_t>lanes[q])
             self.c.door[q] = (<Door?>doors[q]).c
         if len(pids):
             self._pids = <int32_t *>calloc(size, sizeof(int32_t))
@@ -175,7 +178,8 @@ cdef class Window:
             for q in range(size):
                 self._pids[q] = pids[q]
             self.c.pid = self._pids
-        self._base, self._length = bases[rank], cnp.PyArray_NBYTES(memories[rank])
+        self._base = bases[rank]
+        self._length = <size_t>-1 if is_threads else <size_t>cnp.PyArray_NBYTES(memories[rank])
         engine._windows.add(self)
 
     def __dealloc__(self):
@@ -186,6 +190,12 @@ cdef class Window:
         free(self._pids)
         free(self.c.lane)
         free(self.c.door)
+
+    @property
+    def idle(self):
+        """Whether nothing is under way that this rank has started."""
+        self.sweep()
+        return self._first is None
 
     def close(self):
         """Move and start nothing any more: what is under way is over, without a result."""
@@ -369,7 +379,7 @@ cdef class Bound:
             target = self.window.shared(o.out, nbytes)
         if nbytes >= IN_PLACE_FROM_BYTES and at != <size_t>-1 and target != <size_t>-1:
             o.source, o.in_place, o.out_place = NODE_SHARED, at, target
-        elif nbytes >= (REMOTE_FROM_BYTES << 4 * (o.kind == NODE_ALL_REDUCE and self.window.size > 2)) and self.window.c.pid != NULL:
+        elif nbytes >= <size_t>(REMOTE_FROM_BYTES << 4 * (o.kind == NODE_ALL_REDUCE and self.window.size > 2)) and self.window.c.pid != NULL:
             o.source, o.in_place, o.out_place = NODE_REMOTE, <uint64_t>o.source_data, <uint64_t>o.out
 
     cpdef Operation start(self):

@@ -116,10 +116,9 @@ class GroupCore:
         self.progress: Progress = context.world.progress
         self.open_work: OpenWork = context.open_work
         self._checks = context.settings.checks
-        window = getattr(communicator, "window", None)
         self.caller: Caller | None = None
-        if communicator is not None and window is not None and not self._checks:
-            self.caller = Caller(self, communicator, window, CollectiveTensor, Call)
+        if communicator is not None and communicator.window is not None and not self._checks:
+            self.caller = Caller(self, communicator, CollectiveTensor, Call)
 
     @property
     def started(self) -> int:
@@ -217,7 +216,7 @@ class GroupCore:
     ) -> tuple[Plan, Bound] | None:
         """Return the plan of a call like this, bound; None if it takes more than its arrays."""
         plan = self._plans.get(_key_of(make, x, options))
-        window = getattr(self._communicator, "window", None)
+        window = self.communicator.window
         if plan is None or window is None or plan.name not in _DIRECT or not x.flags.aligned:
             return None
         if not plan.is_plain or plan.outgoing is not None or plan.algorithm is not None:

@@ -23,7 +23,6 @@ from mpimesh.comm import Communicator, VirtualWorld, virtual_communicators
 from mpimesh.errors import (
     ClosedError,
     MeshError,
-    MismatchError,
     MpimeshError,
     RankError,
     on_all_ranks,
@@ -36,7 +35,7 @@ from mpimesh.runtime.deadlock import Mail, Waiting, deadlock_text, find_deadlock
 from mpimesh.runtime.failure import end_together, is_born_too_late, limited_start
 from mpimesh.runtime.flight import Recorder
 from mpimesh.runtime.launch import Launch, check_world
-from mpimesh.runtime.progress import InputLocks, Progress, Wait, put_before
+from mpimesh.runtime.progress import InputLocks, Progress, put_before
 from mpimesh.runtime.traffic import Traffic
 from mpimesh.runtime.watchdog import Watchdog, join_virtual_ranks
 from mpimesh.runtime.work import OpenWork
@@ -394,20 +393,9 @@ def _load_mpi() -> Any:
     return MPI
 
 
-def _circle(job: VirtualWorld, worlds: Sequence[World]) -> str:
-    """Return in words which virtual ranks wait for each other; empty if that is not known.
-
-    Raises:
-        MismatchError: Here and in the waits of all others, if ranks have started different
-            operations: that is why they wait.
-    """
+def _circle(worlds: Sequence[World]) -> str:
+    """Return in words which virtual ranks wait for each other; empty if that is not known."""
     waits = {rank: one.progress.current for rank, one in enumerate(worlds)}
-    for wait in waits.values():
-        try:
-            _compare_started(wait)
-        except MismatchError as error:
-            job.fail(-1, on_all_ranks(error))
-            raise
     states = {
         rank: state
         for rank, wait in waits.items()
@@ -415,15 +403,6 @@ def _circle(job: VirtualWorld, worlds: Sequence[World]) -> str:
     }
     cycle = find_deadlock(states, states)
     return deadlock_text(states, cycle) if cycle else ""
-
-
-def _compare_started(wait: Wait | None) -> None:
-    """Compare the operations up to the one that a rank waits for, in place of that rank."""
-    if wait is None or wait.communicator.signatures is None or not isinstance(wait.what, Call):
-        return
-    number = wait.number or wait.what.number
-    if number:
-        wait.communicator.signatures.look(number, wait.what.group)
 
 
 def solo_communicator() -> Communicator:
@@ -493,7 +472,7 @@ def run_virtual(
     as_function(function, "function", RankError)
     rendezvous = as_flag(rendezvous, "rendezvous", RankError)
     settings = Settings.from_environment()
-    world = VirtualWorld(size, rendezvous=rendezvous, circle=lambda: _circle(world, worlds))
+    world = VirtualWorld(size, rendezvous=rendezvous, circle=lambda: _circle(worlds))
     communicators = virtual_communicators(world)
     results: list[Any] = [None] * size
 

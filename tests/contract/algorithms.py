@@ -16,7 +16,7 @@ from tests.helpers.environment import setting
 from tests.helpers.raises import raises
 
 BY_MESSAGES = ("centralized", "tree(2)", "tree(3)", "ring")
-OTHERS = ("mpi", "virtual", "node", "two_levels")
+OTHERS = ("mpi", "node", "two_levels")
 DTYPES = [np.dtype(kind) for kind in ("f4", "f8", "i4", "i8", "u1", "f2", ">f8", "D", "?")]
 SHAPES = [(), (0,), (1,), (2,), (3, 5), (257,)]
 
@@ -150,8 +150,8 @@ def check_other_algorithms_on_the_ranks_are_a_mismatch(comm):
         side = group.communicator
         if group.size == 1:
             return
-        if os.environ.get("MPIMESH_CHECKS", "0") == "0" and (side.nodes or side.kind == "virtual"):
-            return  # only ranks of one node are compared; waits of virtual ranks end as deadlocks
+        if os.environ.get("MPIMESH_CHECKS", "0") == "0" and side.nodes:
+            return  # only ranks of one node are compared
         odd = group.rank == group.size - 1
         with raises(MismatchError, "ring", "tree(2)"):
             group.all_reduce(np.ones(9), algorithm="ring" if odd else "tree(2)").resolve()

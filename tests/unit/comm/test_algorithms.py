@@ -31,7 +31,7 @@ def test_a_row_of_one_size_names_it_once():
 
 
 def test_a_table_of_one_way_says_that_everything_goes_it():
-    assert str(Algorithms.only("virtual", "why")) == "everything: virtual (why)"
+    assert str(Algorithms.only("node", "why")) == "everything: node (why)"
     assert str(Algorithms([Row("*", "device", 0, "copy", "why")])) == (
         "everything, device memory: copy (why)"
     )
@@ -48,8 +48,8 @@ def test_what_the_user_has_set_is_told_with_the_sizes_that_it_can_be_for():
 
 
 def test_of_rows_alike_the_last_counts():
-    table = Algorithms([Row("*", "host", 0, "mpi", "a"), Row("*", "host", 0, "virtual", "b")])
-    assert [row.algorithm for row in table] == ["virtual"]
+    table = Algorithms([Row("*", "host", 0, "mpi", "a"), Row("*", "host", 0, "node", "b")])
+    assert [row.algorithm for row in table] == ["node"]
 
 
 def test_no_array_is_as_large_as_never():

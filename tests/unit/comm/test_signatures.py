@@ -8,6 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from mpimesh.comm import signatures
 from mpimesh.comm.signatures import BOARD_BYTES, LAST_SLOT, Signatures
+from mpimesh.core.node import DOOR_BYTES, Door
 from mpimesh.errors import MismatchError
 from tests.helpers.depth import examples
 from tests.helpers.named_ranks import named_ranks
@@ -23,7 +24,8 @@ KINDS = [
 
 def team(size):
     boards = [np.zeros(BOARD_BYTES, np.uint8) for _ in range(size)]
-    return [Signatures(rank, range(size), boards) for rank in range(size)]
+    doors = [Door(np.zeros(DOOR_BYTES, np.uint8)) for _ in range(size)]
+    return [Signatures(rank, range(size), boards, doors) for rank in range(size)]
 
 
 class Rank:

@@ -112,7 +112,7 @@ def test_one_rank_needs_no_mover(cupy):
     def main(group):
         x = given(np.array([1.0, 2.0], "f2"))
         assert {(route.memory, route.algorithm) for route in group.algorithms()} == {
-            ("host", "virtual"),
+            ("host", "node"),
             ("device", "copy"),
         }
         check(group.all_reduce(x, "mean").resolve(), np.array([1.0, 2.0], "f2"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import permutations
 
 import numpy as np
@@ -37,16 +38,14 @@ def test_every_rank_learns_who_started_what(start, monkeypatch):
             return text
 
     texts = mm.run_virtual(3, main)
-    assert len(set(texts)) == 1
-    assert "ranks 0, 2: " in texts[0]
-    assert "rank 1: " in texts[0]
-    assert "operation 2:" in texts[0]
+    for text in texts:  # who has not started by then is not named
+        assert re.search(r"rank 0: |rank 2: |ranks 0, 2: ", text)
+        assert "rank 1: " in text
+        assert "operation 2:" in text
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce", "broadcast"])
-@pytest.mark.parametrize(
-    "names", list(permutations(["centralized", "tree(2)", "ring", "virtual"], 2))
-)
+@pytest.mark.parametrize("names", list(permutations(["centralized", "tree(2)", "ring", "node"], 2)))
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_ask_for_different_algorithms_learn_so(operation, names, size, monkeypatch):
     """Also where each waits for messages that the others never send."""
