@@ -8,11 +8,9 @@ from mpimesh.arrays.dtypes import (
 )
 from mpimesh.arrays.memory import (
     ArrayPool,
-    address_of,
     aligned_bytes,
     aligned_empty,
     array_shape,
-    memory_at,
 )
 from mpimesh.arrays.namespace import (
     Array,
@@ -37,7 +35,6 @@ __all__ = [
     "OpLike",
     "ReduceOp",
     "StreamScope",
-    "address_of",
     "aligned_bytes",
     "aligned_empty",
     "array_shape",
@@ -45,7 +42,6 @@ __all__ = [
     "check_current",
     "device_ready",
     "is_cupy",
-    "memory_at",
     "moved",
     "namespace",
     "refuse_masked",

@@ -31,6 +31,7 @@ from mpimesh.comm.region_messages import exchange_by_messages
 from mpimesh.comm.regions import check_regions
 from mpimesh.comm.requests import RecvRequest, Request
 from mpimesh.comm.signatures import Signatures
+from mpimesh.core.call import Counter
 from mpimesh.core.node import Window
 from mpimesh.errors import TransportError
 from mpimesh.layout.boxes import Regions
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Communicator", "NodeCommunicator"]
 
 
-class Communicator(ABC):
+class Communicator(Counter, ABC):
     """Ranks from 0 to ``size - 1``, which exchange memory.
 
     `counts` are elements of each rank's block, in rank order, the same on every
@@ -53,8 +54,6 @@ class Communicator(ABC):
     size: int
     kind: str = "own"
     """``"mpi"``, ``"virtual"``, or for one of the user's own any other word."""
-    started: int = 0
-    """Number of collectives that this rank has started on it; kept by the runtime."""
     signatures: Signatures | None = None
     """Operations that the ranks of this node start on it; None if there is nobody to ask."""
     unread: int = 0
@@ -129,7 +128,7 @@ class Communicator(ABC):
         """
         raise NotImplementedError
 
-    def release_once(self, memory: HostArray) -> None:  # noqa: B027 - nothing is kept here
+    def release_once(self, memory: HostArray) -> None:
         """Keep memory no more that this rank has offered, now that no other one reads it. Local."""
 
     def averages(self, nbytes: int) -> bool:
@@ -285,7 +284,7 @@ class Communicator(ABC):
             idle: Called before each nap, to look for news that end the wait by raising.
         """
 
-    def stir(self) -> None:  # noqa: B027 - where waits look often by themselves, nothing is to be done
+    def stir(self) -> None:
         """Let a wait of this rank look again soon: something moves that this transport cannot see.
 
         A request calls it whose :meth:`~Request.test` asks a device and not this communicator.

@@ -36,6 +36,7 @@ from threading import RLock
 from typing import Any, Self, TypeAlias
 
 from mpimesh.comm.requests import Request
+from mpimesh.core.call import State
 from mpimesh.core.node import Engine
 from mpimesh.errors import MpimeshError
 
@@ -213,7 +214,7 @@ class StagedRequest(Moved):
             raise
 
 
-class ProgressEngine:
+class ProgressEngine(State):
     """All unfinished multi-step operations of one rank.
 
     Several threads of a rank may start and wait for operations: one at a time moves them along.
@@ -225,10 +226,9 @@ class ProgressEngine:
         core: What it has started in memory that its node shares; None if there is none.
         given_up: The operations that will never end.
         pending: The unfinished operations, in the order of their start.
-        tails: The last unfinished operation of each chain that has one.
     """
 
-    __slots__ = ("_crowd", "core", "given_up", "has_core", "lock", "pending", "steps", "tails")
+    __slots__ = ("_crowd", "core", "given_up", "has_core", "lock", "pending", "steps")
 
     def __init__(self) -> None:
         self.lock = RLock()
@@ -238,7 +238,6 @@ class ProgressEngine:
         self.given_up: list[Moved] = []
         self._crowd = 0
         self.pending: list[Moved] = []
-        self.tails: dict[Hashable, Moved] = {}
 
     def share_cores(self, ranks: int, cores: int) -> None:
         """Take note that so many ranks have so many cores between them."""

@@ -64,7 +64,7 @@ class VirtualWorld:
         # Reentrant: who finds a deadlock may have it told by all.
         self.lock = threading.RLock()
         self.doors = [Door(row) for row in _zeros(size, DOOR_BYTES)]
-        self.engines = [Engine(door) for door in self.doors]
+        self.engines = [Engine(door, is_thread=True) for door in self.doors]
         self.failure: tuple[int, BaseException] | None = None
         self._stirred = [False] * size
         self._asleep: dict[int, tuple[int, object]] = {}
@@ -124,7 +124,8 @@ class VirtualWorld:
                         self._raise_deadlock()
                     engine.sleep(bell, left_s)
                 finally:
-                    self._asleep.pop(rank, None)
+                    with self.lock:
+                        self._asleep.pop(rank, None)
 
     def _raise_failure(self, rank: int) -> None:
         if self.failure is None or self.failure[0] == rank:

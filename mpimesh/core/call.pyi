@@ -5,6 +5,8 @@ from typing import Any, Generic, TypeAlias
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
+from mpimesh.core.node import Bound
+
 T_co = TypeVar("T_co", covariant=True, default=Any)
 
 Site: TypeAlias = tuple[CodeType, int]
@@ -39,6 +41,14 @@ class Board:
     def agrees(self, number: int, word: int) -> bool: ...
     def found(self, place: int, number: int) -> None: ...
 
+class Counter:
+    started: int
+
+class State:
+    recorder: Any
+    calls: Any
+    tails: dict[Any, Any]
+
 class OpenWork:
     def __len__(self) -> int: ...
     def all(self) -> list[Any]: ...
@@ -61,6 +71,19 @@ class Handle(Generic[T_co]):
     def _end(self, failed: bool) -> None: ...
     def resolve(self, timeout_s: float | None = None) -> T_co: ...
 
+class Direct:
+    busy: bool
+    def __init__(
+        self,
+        call: CallRecord,
+        bound: Bound,
+        digest: int,
+        counter: Counter,
+        shape: tuple[int, ...] | None,
+        in_place: bool = False,
+        value: Any = None,
+    ) -> None: ...
+
 class Caller:
     closed: bool
     def __init__(
@@ -69,3 +92,5 @@ class Caller:
     def run(
         self, make: Any, x: Any, out: Any, label: str | None, options: tuple[Any, ...]
     ) -> Any: ...
+    def barrier(self) -> Any: ...
+    def again(self, planned: Direct) -> Any: ...

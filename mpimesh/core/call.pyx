@@ -1,12 +1,14 @@
 """Calls of operations, compiled: their records, their comparison over the ranks of a node, their handles."""
 
 cimport numpy as cnp
-from cpython.object cimport PyObject
+from cpython.object cimport PyObject, PyTypeObject
+from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int64_t, uint64_t
 
-from mpimesh.core.node cimport NODE_DONE, Bound, Operation, Window
+from mpimesh.core.node cimport NODE_DONE, NODE_MAX_RANKS, Bound, Operation, Window
 
 import sys
+from collections import deque
 from types import CodeType, GenericAlias
 
 import numpy
@@ -23,12 +25,16 @@ cdef extern from "Python.h":
     int PyFrame_GetLasti(PyFrameObject *)
     void Py_XDECREF(PyObject *)
 
+cdef extern from "numpy/arrayobject.h":
+    object PyArray_Empty(int, cnp.npy_intp *, cnp.dtype, int)
+
 Site = tuple[CodeType, int]
 """A place in a program: the code object and the offset of the instruction in it."""
 
 OWN = ("mpimesh.", "numpy.", "contextlib")
 """Modules whose frames are no place of the program; operators of a split array come by NumPy's mixin."""
 cdef tuple _OWN = OWN
+cdef object _last_own = None  # the module whose function most calls come by
 
 
 cdef tuple _site():
@@ -36,11 +42,16 @@ cdef tuple _site():
     cdef PyFrameObject *frame = PyEval_GetFrame()
     cdef PyFrameObject *back
     cdef bint owned = False
+    global _last_own
     while True:
-        name = (<dict>PyFrame_GetGlobals(frame)).get("__name__", "")
+        module = PyFrame_GetGlobals(frame)
         back = NULL
-        if type(name) is str and (<str>name).startswith(_OWN):
+        if module is _last_own:
             back = PyFrame_GetBack(frame)
+        else:
+            name = (<dict>module).get("__name__", "")
+            if type(name) is str and (<str>name).startswith(_OWN):
+                back, _last_own = PyFrame_GetBack(frame), module
         if back == NULL:
             break
         if owned:
@@ -86,7 +97,7 @@ cdef class Board:
     """
 
     cdef list _boards
-    cdef int64_t *_words[256]
+    cdef int64_t *_words[NODE_MAX_RANKS]
     cdef int _place, _size
     cdef long _last
     cdef uint64_t _total
@@ -96,8 +107,8 @@ cdef class Board:
     def __init__(self, int place, boards, long slots):
         cdef cnp.ndarray board
         cdef int q
-        if not 0 < len(boards) <= 256:
-            raise ValueError("a board is for at most 256 ranks")
+        if not 0 < len(boards) <= NODE_MAX_RANKS:
+            raise ValueError(f"a board is for at most {NODE_MAX_RANKS} ranks")
         self._place, self._size, self._boards = place, len(boards), list(boards)
         self.open, self._last = True, slots - 1
         for q in range(self._size):
@@ -146,6 +157,30 @@ cdef class Board:
         raise NotImplementedError
 
 
+# -- what every start reads ------------------------------------------------------------------------
+
+cdef class Counter:
+    """A number of starts."""
+
+    cdef public long started
+
+
+cdef class State:
+    """What a rank has under way, as far as every start and every end looks at it.
+
+    Attributes:
+        recorder: Writes all that it starts into the flight record; None if there is none.
+        calls: What it started last, the latest last.
+        tails: The last unfinished operation of each chain that has one.
+    """
+
+    cdef public object recorder, calls
+    cdef public dict tails
+
+    def __cinit__(self):
+        self.calls, self.tails = deque(maxlen=8), {}
+
+
 # -- handles --------------------------------------------------------------------------------------
 
 cdef class OpenWork:
@@ -192,13 +227,14 @@ cdef class Handle:
     cdef public CallRecord _call
     cdef public bint _resolved, _interrupted
     cdef OpenWork _work
+    cdef State _state
     cdef object __weakref__
 
     __class_getitem__ = classmethod(GenericAlias)
 
     def _begin(self):
         """Take note that it is started and not resolved."""
-        self._work = self._group.open_work
+        self._work, self._state = self._group.open_work, self._group.progress
         self._work.add(self)
 
     def resolve(self, timeout_s=None):
@@ -237,7 +273,7 @@ cdef class Handle:
         # Alone, it may yield for long; else what goes by MPI is to be moved, too.
         if not operation.c.state:
             operation.spend(1e-3 if len(self._work._ids) == 1 else 5e-5)
-        if operation.c.state != NODE_DONE or self._value is None:
+        if operation.c.state != NODE_DONE:
             return self._resolve(None)
         operation.bound.window.sweep()
         if self._call.signatures is not None and not (<Board>self._call.signatures).agrees(self._call.number, self._call.word):
@@ -252,9 +288,8 @@ cdef class Handle:
         """Take note that it is over for this rank."""
         self._call.ended = True
         self._work.remove(self)
-        recorder = self._group.progress.recorder
-        if recorder is not None:
-            recorder.end(self._call, failed=failed)
+        if self._state.recorder is not None:
+            self._state.recorder.end(self._call, failed=failed)
         self._operand = self._request = None
         self._resolved = True  # last: whatever ends this before, it can be done again
 
@@ -266,17 +301,85 @@ cdef class Handle:
             self._warn()
 
 
-# -- plain calls -------------------------------------------------------------------------------------
+# -- starts ------------------------------------------------------------------------------------------
 
 cdef class Direct:
-    """A planned collective of ordinary form, of which a call binds the arrays and no more."""
+    """A collective of a window, worked out but for the arrays, or planned with them.
 
+    Args:
+        call: What is called.
+        bound: Bound to arrays like those to come, whose tables are used; or to those of the plan.
+        digest: Of what the ranks compare.
+        counter: Counts its starts.
+        shape: The result's; None if this rank gets none.
+        in_place: Whether an array may be its own result.
+        value: The result of what is planned.
+
+    Attributes:
+        busy: Whether what is planned is under way, or has failed.
+    """
+
+    cdef public bint busy
+    cdef object value
+    cdef CallRecord call
     cdef Bound bound
-    cdef object plan, tally
+    cdef Counter counter
     cdef tuple shape
     cdef bint in_place
     cdef long digest
     cdef size_t sends, receives
+    cdef int ndim
+    cdef cnp.npy_intp sizes[64]  # the most axes that NumPy has
+    # What the next call must be for this one to be used.
+    cdef object make, descr
+    cdef tuple options
+    cdef cnp.ndarray like
+    cdef Direct next
+
+    def __init__(
+        self, CallRecord call, Bound bound, long digest, Counter counter, tuple shape, bint in_place=False, value=None
+    ):
+        self.call, self.bound, self.digest, self.counter = call, bound, digest, counter
+        self.shape, self.in_place, self.value = shape, in_place, value
+        self.sends = 0 if bound.send is None else cnp.PyArray_NBYTES(bound.send)
+        self.receives = 0 if bound.recv is None else cnp.PyArray_NBYTES(bound.recv)
+        self.ndim = 0 if shape is None else len(shape)
+        for axis in range(self.ndim):
+            self.sizes[axis] = shape[axis]
+
+    cdef bint fits(self, make, cnp.ndarray x, tuple options) except -1:
+        """Tell whether a call is like the one that this was made for."""
+        return (
+            self.make is make
+            and self.descr is <object>cnp.PyArray_DESCR(x)
+            and cnp.PyArray_SAMESHAPE(self.like, x)
+            and (self.options is options or _same(self.options, options))
+        )
+
+
+cdef bint _same(tuple options, tuple others) except -1:
+    """Tell whether the arguments of two calls are the same numbers and names: True is not 1."""
+    cdef Py_ssize_t i
+    for i in range(len(options)):
+        one, other = options[i], others[i]
+        if one is other:
+            continue
+        if type(one) is not type(other) or type(one) is not int and type(one) is not str or one != other:
+            return False
+    return True
+
+
+cdef enum: RECENT = 8
+# Results from this size on come from a pool, or lie in shared memory as their operands do.
+cdef enum: SMALL_RESULT_BYTES = 32768
+
+
+cdef tuple _EMPTY = ()
+
+
+cdef inline _new(object kind):
+    """Return a new object without a call of its class."""
+    return (<PyTypeObject *>kind).tp_new(<type>kind, <PyObject *>_EMPTY, NULL)
 
 
 cdef class Caller:
@@ -293,78 +396,125 @@ cdef class Caller:
     """
 
     cdef public bint closed
-    cdef object core, communicator, context, traffic, progress, _handle, _call
+    cdef object core, context, traffic, progress, note, _handle, _call
+    cdef Counter communicator
+    cdef State state
     cdef str name
     cdef Window window
     cdef OpenWork open_work
     cdef Board board
-    cdef dict _direct
+    cdef dict _known
+    cdef Direct _recent, _barrier
 
     def __init__(self, core, communicator, handle, call):
         self.core, self.communicator, self.window = core, communicator, communicator.window
         self.context, self.progress = core.context, core.progress
+        self.state, self.note = core.progress, core.progress.calls.append
         self.traffic, self.open_work = core.context.traffic, core.open_work
         self.name, self.board = core.name, communicator.signatures
-        self._handle, self._call, self._direct = handle, call, {}
+        self._handle, self._call, self._known = handle, call, {}
 
     def run(self, make, x, out, label, tuple options):
         """Start a collective, as `run` of the group does."""
         cdef Direct direct = None
-        cdef cnp.ndarray array
-        cdef bint alike = type(x) is cnp.ndarray and label is None
-        for option in options:
-            alike = alike and (option is None or type(option) is int or isinstance(option, str))
-        if alike:
-            array = <cnp.ndarray>x
-            # NumPy may have two equal types, long and long long: the result has the type of the input.
-            key = (make, options, <object>array.descr, cnp.PyArray_TYPE(array), (<object>array).shape)
-            direct = <Direct>self._direct.get(key)
-            if direct is not None and direct.bound is not None:
-                try:
-                    found = self.start(direct, array, out)
-                except Exception as error:
-                    self.core.fail(direct.plan.name, error)
-                if found is not None:
-                    return found
+        if type(x) is not cnp.ndarray or label is not None:
+            return self.core.run(make, x, out, label, options)
+        direct = self.find(make, <cnp.ndarray>x, options)
+        if direct is not None:
+            try:
+                found = self.start(direct, <cnp.ndarray>x, out)
+            except Exception as error:
+                self.core.fail(direct.call.name, error)
+            if found is not None:
+                return found
         found = self.core.run(make, x, out, label, options)
-        if alike and direct is None and len(self._direct) < 256:
-            self._direct[key] = self.learn(make, array, options)
+        if direct is None:
+            self.learn(make, <cnp.ndarray>x, options)
         return found
 
-    cdef learn(self, make, cnp.ndarray x, tuple options):
-        """Return what the next call alike needs; an empty one if it cannot go directly."""
-        cdef Direct direct = Direct.__new__(Direct)
-        facts = self.core.directly(make, x, options)
-        if facts is not None:
-            direct.plan, bound = facts
-            direct.bound, direct.tally = bound, direct.plan.tally
-            direct.shape = direct.plan.shape
-            direct.in_place, direct.digest = direct.plan.in_place, direct.plan.digest
-            direct.sends = cnp.PyArray_NBYTES(direct.bound.send)
-            direct.receives = cnp.PyArray_NBYTES(direct.bound.recv)
-            direct.bound.send = direct.bound.recv = None  # its tables are what is kept
-        return direct
+    def barrier(self):
+        """Start a barrier, as `start_barrier` of the group does; None if that must do it."""
+        if self._barrier is None:
+            self._barrier = self.core.direct_barrier(self.window)
+        if not self.ready():
+            return None
+        return self.launch(self._barrier, self._barrier.bound, self.new_call(self._barrier.call), None)
 
-    cdef start(self, Direct direct, cnp.ndarray x, out):
-        """Start it on these arrays; None if they need more work."""
-        cdef cnp.ndarray target
-        cdef Bound bound
-        cdef Operation operation
+    def again(self, Direct planned not None):
+        """Start what is planned once more; None if that takes more than to start it."""
         cdef Handle handle
-        cdef CallRecord call
-        cdef long number
-        cdef long long word = 0
-        cdef char *source
+        if planned.busy or not planned.call.ended or not self.ready():
+            return None
+        if planned.value is not None and not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>planned.value):
+            return None
+        handle = self.launch(planned, planned.bound, planned.call, planned.value)
+        if handle is not None:
+            planned.busy, planned.call.ended, handle._prepared = True, False, planned
+        return handle
+
+    cdef Direct find(self, make, cnp.ndarray x, tuple options):
+        """Return what a call alike has left; None for none."""
+        cdef Direct direct = self._recent
+        cdef int looked = 0
+        while direct is not None and looked < RECENT:
+            if direct.fits(make, x, options):
+                return direct
+            direct, looked = direct.next, looked + 1
+        if looked < RECENT:
+            return None
+        key = self.key(make, x, options)
+        return None if key is None else <Direct>self._known.get(key)
+
+    cdef key(self, make, cnp.ndarray x, tuple options):
+        """Return what calls alike have in common; None if that is no value."""
+        for option in options:
+            if not (option is None or type(option) is int or isinstance(option, str)):
+                return None
+        # NumPy may have two equal types, long and long long: the result has the type of the input.
+        return make, options, <object>cnp.PyArray_DESCR(x), cnp.PyArray_TYPE(x), (<object>x).shape
+
+    cdef learn(self, make, cnp.ndarray x, tuple options):
+        """Keep what the next call alike needs, if it can go directly."""
+        cdef Direct direct
+        key = self.key(make, x, options)
+        if key is None or len(self._known) >= 256:
+            return
+        direct = <Direct>self.core.directly(make, x, options)
+        if direct is None:
+            return
+        direct.make, direct.descr, direct.options = make, <object>cnp.PyArray_DESCR(x), options
+        direct.like = numpy.broadcast_to(numpy.empty((), x.dtype), (<object>x).shape)
+        direct.bound.send = direct.bound.recv = None  # its tables are what is kept
+        direct.next, self._recent = self._recent, direct
+        self._known[key] = direct
+
+    cdef bint ready(self) except -1:
+        """Tell whether a start needs nothing else: no budget, record, or turn."""
+        return not (
+            self.closed
+            or self.context.closed
+            or self.traffic.budgets
+            or self.state.recorder is not None
+            or (self.state.tails and self.progress.busy(self.communicator))
+        )
+
+    cdef Handle start(self, Direct direct, cnp.ndarray x, out):
+        """Start it on these arrays; None if they need more work."""
+        cdef cnp.ndarray target = None
+        cdef Bound bound
+        cdef char *source = <char *>cnp.PyArray_DATA(x)
         cdef char *result
-        if self.closed or self.context.closed or self.traffic.budgets or self.progress.recorder is not None:
+        if not self.ready() or not cnp.PyArray_IS_C_CONTIGUOUS(x) or not cnp.PyArray_ISALIGNED(x):
             return None
-        if not cnp.PyArray_IS_C_CONTIGUOUS(x) or not cnp.PyArray_ISALIGNED(x):
-            return None
-        if self.progress.tails and self.progress.busy(self.communicator):
-            return None
-        source = <char *>cnp.PyArray_DATA(x)
-        if out is None:
-            target = self.core.empty(direct.shape, x.descr, numpy, x)
+        if direct.shape is None:
+            if out is not None and type(out) is not cnp.ndarray:
+                return None
+        elif out is None:
+            if direct.receives < SMALL_RESULT_BYTES:
+                Py_INCREF(x.descr)  # which the next call takes
+                target = <cnp.ndarray>PyArray_Empty(direct.ndim, direct.sizes, x.descr, 0)
+            else:
+                target = self.core.empty(direct.shape, x.descr, numpy, x)
         elif out is x:
             if not direct.in_place or not cnp.PyArray_ISWRITEABLE(x):
                 return None
@@ -382,31 +532,37 @@ cdef class Caller:
                 return None
         else:
             return None
-        number = self.communicator.started + 1
-        self.communicator.started = number
-        call = <CallRecord>self._call.__new__(self._call)
-        plan = direct.plan
-        call.name, call.group, call.rule, call.shape = plan.name, self.name, plan.rule, plan.shape_in
-        call.dtype, call.compared, call.number, call.site = plan.kind, plan.compared, number, _site()
-        if self.board is not None:
-            word = self.board.post(number, direct.digest)
-            if word < 0:
-                # As `submit` does: it gets a handle whose request raises.
-                self.communicator.started = number - 1
-                return None
-            if word > 0:
-                call.word, call.signatures = word, self.board
         bound = Bound.__new__(Bound)
         bound.c, bound.window, bound.send, bound.recv = direct.bound.c, self.window, x, target
         bound.tables = direct.bound
-        bound.c.source_data, bound.c.out = source, <char *>cnp.PyArray_DATA(target)
+        bound.c.source_data = source
+        bound.c.out = NULL if target is None else <char *>cnp.PyArray_DATA(target)
         bound.place()
-        operation = bound.start()
-        direct.tally.starts += 1
-        handle = <Handle>self._handle.__new__(self._handle)
-        handle._group, handle._call, handle._request, handle._value = self.core, call, operation, target
-        handle._work = self.open_work
-        self.open_work.add(handle)
-        self.progress.calls.append(call)
-        return handle
+        return self.launch(direct, bound, self.new_call(direct.call), target)
 
+    cdef CallRecord new_call(self, CallRecord like):
+        """Return the record of a call made here."""
+        cdef CallRecord call = <CallRecord>_new(self._call)
+        call.name, call.group, call.rule, call.shape = like.name, self.name, like.rule, like.shape
+        call.dtype, call.compared, call.site = like.dtype, like.compared, _site()
+        return call
+
+    cdef Handle launch(self, Direct direct, Bound bound, CallRecord call, value):
+        """Start what is bound, and give its handle out; None if the ranks are known to differ."""
+        cdef Handle handle
+        cdef long long word = 0
+        cdef long number = self.communicator.started + 1
+        if self.board is not None:
+            word = self.board.post(number, direct.digest)
+            if word < 0:
+                return None  # as `submit` does then: it gets a handle whose request raises
+            call.word, call.signatures = word, self.board if word else None
+        call.number = self.communicator.started = number
+        handle = <Handle>_new(self._handle)
+        handle._group, handle._call, handle._value = self.core, call, value
+        handle._request = bound.start()
+        direct.counter.started += 1
+        handle._work, handle._state = self.open_work, self.state
+        self.open_work.add(handle)
+        self.note(call)
+        return handle

@@ -44,7 +44,8 @@ enum {
     NODE_SMALLS = 4,
     NODE_PIECE_BYTES = 1 << 17,
     NODE_PIECES = 4,
-    NODE_MAX_RANKS = 256,
+    NODE_MAX_RANKS = 1024,
+    NODE_TURN_YIELDS = 200,
     NODE_CHUNK_BYTES = 1 << 15, /* what is read, summed and written while it stays in the cache */
     NODE_RECORDS = 1 << 12,
     NODE_TEXTS = 64,
@@ -887,6 +888,25 @@ static int node_sleep_since(NodeEngine *e, const NodeOp *o, long nap_ns, uint32_
 
 static int node_sleep(NodeEngine *e, const NodeOp *o /* or 0 */, long nap_ns) {
     return node_sleep_since(e, o, nap_ns, node_bell(e));
+}
+
+/* Ranks that are threads of one interpreter: who has its lock, or is about to take it. Who waits for its turn here takes
+ * the lock free; the lock's own wait sleeps, and takes ten times as long to wake up. It is a hint: after a while a thread
+ * takes the turn of one that keeps the lock, or has let go of it elsewhere. */
+static _Atomic(NodeEngine *) node_turn __attribute__((unused));
+
+static inline void node_give_turn(NodeEngine *e) {
+    NodeEngine *mine = e;
+    atomic_compare_exchange_strong(&node_turn, &mine, 0);
+}
+
+static inline void node_take_turn(NodeEngine *e) {
+    for (int i = 0; i < NODE_TURN_YIELDS; i++) {
+        NodeEngine *nobody = 0;
+        if (atomic_compare_exchange_strong(&node_turn, &nobody, e)) return;
+        sched_yield();
+    }
+    atomic_store(&node_turn, e);
 }
 
 /* Wait for one operation; false after a nap, or a bell: for signals, failures, the watchdog, then call it again. */

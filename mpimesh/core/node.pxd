@@ -64,6 +64,8 @@ cdef extern from "node.h":
     int node_start(NodeWindow *, NodeOp *) nogil
     int node_pass(NodeEngine *) nogil
     int node_wait_briefly(NodeEngine *, NodeOp *) nogil
+    void node_give_turn(NodeEngine *) nogil
+    void node_take_turn(NodeEngine *) nogil
     uint32_t node_bell(NodeEngine *) nogil
     int node_sleep_since(NodeEngine *, const NodeOp *, long, uint32_t) nogil
     void node_ring_sleeper(NodeDoor *) nogil
@@ -79,6 +81,7 @@ cdef class Door:
 
 cdef class Engine:
     cdef NodeEngine c
+    cdef bint _is_thread
     cdef readonly Door door
     cdef set _windows
     cdef uint32_t _made

@@ -87,17 +87,18 @@ cdef class Engine:
 
     Args:
         door: Where it sleeps.
+        is_thread: Whether it is one of several ranks of this process.
 
     Attributes:
         door: The same.
     """
 
-    def __cinit__(self, Door door):
+    def __cinit__(self, Door door, bint is_thread=False):
         memset(&self.c, 0, sizeof(NodeEngine))
         node_engine_init(&self.c)
         self.door = door
         self.c.mine = door.c
-        self._windows = set()
+        self._windows, self._is_thread = set(), is_thread
         self.share_cores(False)
 
     def share_cores(self, bint has_core):
@@ -122,7 +123,11 @@ cdef class Engine:
         cdef long nap_ns = <long>(longest_s * 1e9)
         cdef int rung
         with nogil:
+            if self._is_thread:
+                node_give_turn(&self.c)
             rung = node_sleep_since(&self.c, NULL, nap_ns, bell)
+            if self._is_thread:
+                node_take_turn(&self.c)
         return rung != 0
 
 
@@ -434,8 +439,16 @@ cdef class Operation:
         """Wait for it so long, without a look at anything else."""
         cdef Engine engine = self.bound.window.engine
         engine.c.yield_ns = <long>(longest_s * 1e9)
+        if self.c.unit <= NODE_SMALL_BYTES:
+            node_pass(&engine.c)  # the others may be there already
+            if self.c.state:
+                return
         with nogil:
+            if engine._is_thread:
+                node_give_turn(&engine.c)
             node_wait_briefly(&engine.c, &self.c)
+            if engine._is_thread:
+                node_take_turn(&engine.c)
 
     cdef _error(self):
         if self.c.state == NODE_MISMATCH:

@@ -28,8 +28,8 @@ from mpimesh.comm import Communicator, Request, Steps, run_steps
 from mpimesh.comm.algorithms import Algorithms, Row
 from mpimesh.comm.device_strategy import steps_in
 from mpimesh.comm.requests import Condition
-from mpimesh.core.call import Caller
-from mpimesh.core.node import Bound
+from mpimesh.core.call import Caller, Counter, Direct
+from mpimesh.core.node import Bound, Window
 from mpimesh.errors import (
     BudgetError,
     ClosedError,
@@ -55,7 +55,6 @@ R = TypeVar("R")
 
 _POISON_WAIT_S = 2.0
 _MOST_PLANS = 256
-_DIRECT = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 _SHARED_FROM = 32 * 1024
 
 
@@ -197,36 +196,51 @@ class GroupCore:
             data = x if type(x) is np.ndarray else self.operand(x)
             key = _key_of(make, data, options)
             plan = self._plans.get(key) or self.plan(make, data, *options, key=key)
-            found = None
-            if data is x and plan.kept is not None and (out is None or type(out) is np.ndarray):
-                found = plan.again(self, data, out)
-            if found is None:
-                prepared, value = plan.bind(self, x, data, out), None
-            else:
-                prepared, value = found
+            prepared = plan.bind(self, x, data, out)
             call = Call(
                 plan.name, self.name, plan.rule, plan.shape_in, plan.kind, label, plan.compared
             )
-            return self.submit(call, prepared, x, value)
+            return self.submit(call, prepared, x)
         except Exception as error:
             self.fail(_operation_name(make), error)
 
     def directly(
         self, make: Callable[..., Plan], x: HostArray, options: tuple[Any, ...]
-    ) -> tuple[Plan, Bound] | None:
-        """Return the plan of a call like this, bound; None if it takes more than its arrays."""
-        plan = self._plans.get(_key_of(make, x, options))
-        window = self.communicator.window
-        if plan is None or window is None or plan.name not in _DIRECT or not x.flags.aligned:
+    ) -> Direct | None:
+        """Return what further calls like this need; None if they take more than their arrays."""
+        plan, window = self._plans.get(_key_of(make, x, options)), self.communicator.window
+        if plan is None or window is None or not plan.is_plain or plan.on_device:
             return None
-        if not plan.is_plain or plan.outgoing is not None or plan.algorithm is not None:
+        if plan.outgoing is not None or plan.algorithm is not None or plan.also is not None:
             return None
-        if plan.shape is None or plan.on_device or not x.flags.c_contiguous:
+        if not x.flags.c_contiguous or not x.flags.aligned:
             return None
         kind = np.dtype(np.uint8) if plan.wire is None else plan.wire
-        result = np.empty(plan.shape, x.dtype).reshape(-1).view(kind)
-        bound: Bound = getattr(window, plan.name)(x.reshape(-1).view(kind), result, *plan.tail)
-        return plan, bound
+        result: HostArray | None = None
+        if plan.shape is not None:
+            result = np.empty(plan.shape, x.dtype).reshape(-1).view(kind)
+        arrays = [x.reshape(-1).view(kind), result]
+        if plan.name == "broadcast":
+            arrays.pop()
+        call = Call(plan.name, self.name, plan.rule, plan.shape_in, plan.kind, None, plan.compared)
+        bound: Bound = getattr(window, plan.name)(*arrays, *plan.tail)
+        in_place = plan.in_place or plan.name == "broadcast"
+        return Direct(call, bound, plan.digest, plan.tally or Counter(), plan.shape, in_place)
+
+    def direct_plan(self, plan: Plan, call: Call, prepared: Prepared) -> Direct | None:
+        """Return what starts a planned collective; None if that takes more than its window."""
+        bound = getattr(prepared.begin, "__self__", None)
+        if type(bound) is not Bound or prepared.finish is not None or plan.also is not None:
+            return None
+        counter, value = plan.tally or Counter(), prepared.value
+        return Direct(call, bound, plan.digest, counter, plan.shape, value=value)
+
+    def direct_barrier(self, window: Window) -> Direct:
+        """Return what a barrier needs."""
+        call = Call("barrier", self.name)
+        accounts = self.accounts(call, 0, None)
+        counter = accounts.tally or Counter()
+        return Direct(call, window.barrier(), accounts.digest, counter, None)
 
     def plan(
         self, make: Callable[..., Plan], data: Array, *options: Any, key: object = None
@@ -250,9 +264,7 @@ class GroupCore:
             self._plans[key] = plan
         return plan
 
-    def submit(
-        self, call: Call, prepared: Prepared, lock: Array | None = None, value: Any = None
-    ) -> CollectiveTensor:
+    def submit(self, call: Call, prepared: Prepared, lock: Array | None = None) -> CollectiveTensor:
         """Start one collective of the group in its turn, and give its handle out.
 
         Args:
@@ -260,7 +272,6 @@ class GroupCore:
             prepared: The operation; free to be started again when it has ended well.
             lock: The caller's input, which must not change meanwhile: with checks on, a NumPy
                 array is read-only until then.
-            value: The result, valid when the request is done; None for that of `prepared`.
 
         Raises:
             BudgetError: If it receives more than a budget has left.
@@ -301,20 +312,18 @@ class GroupCore:
                 started = progress.stage(communicator, started)
             request = started
         if tally is not None:
-            tally.starts += 1
+            tally.started += 1
         else:
             traffic.count(call.name, accounts.nbytes)
             if receives is not None:
                 traffic.count_received(call.name, receives[0], self._members, receives[1])
-        if value is None:
-            value = prepared.value
         return CollectiveTensor(
             self,
             call,
             request,
             prepared.finish,
             unlock,
-            value,
+            prepared.value,
             prepared,
             lock,
             scope,

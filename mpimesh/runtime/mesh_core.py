@@ -181,7 +181,11 @@ class MeshCore:
                 )
             )
         self.context = replace(
-            context, communicator=control, open_work=OpenWork(), unended=False, unread=0
+            context,
+            communicator=control,
+            open_work=OpenWork(),
+            unended=False,
+            unread=0,
         )
         fresh = self._make_groups()
         if fresh is not None:

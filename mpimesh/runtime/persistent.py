@@ -11,6 +11,7 @@ import numpy as np
 
 from mpimesh.arrays import Array, namespace
 from mpimesh.comm import Request, Steps
+from mpimesh.core.call import Direct
 from mpimesh.errors import DTypeError, ShapeError, UnresolvedError, tell_elsewhere
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import check_output
@@ -80,9 +81,10 @@ class PersistentCollective(Persistent[T_co]):
         prepared: The operation to be started again and again; None if each start needs its own.
         x: The caller's input, which must not change meanwhile.
         out: The caller's array for the result; None if there is none.
+        direct: The same as `prepared`, as a window starts it; None if none does.
     """
 
-    __slots__ = ("_bind", "_finish", "_group", "_out", "_prepared", "_x")
+    __slots__ = ("_bind", "_direct", "_finish", "_group", "_out", "_prepared", "_x")
 
     def __init__(
         self,
@@ -92,8 +94,10 @@ class PersistentCollective(Persistent[T_co]):
         prepared: Prepared | None,
         x: Array | None,
         out: Array | None,
+        direct: Direct | None = None,
     ) -> None:
         self._group = group
+        self._direct = direct
         self._call: Call = call
         self._bind = bind
         self._prepared = prepared
@@ -113,6 +117,11 @@ class PersistentCollective(Persistent[T_co]):
             ClosedError: If the mesh is closed.
         """
         group, call = self._group, self._call
+        handle: CollectiveTensor[T_co] | None
+        if self._direct is not None and group.caller is not None:
+            handle = group.caller.again(self._direct)
+            if handle is not None:
+                return handle if self._finish is None else handle.map(self._finish)
         try:
             prepared = self._ready()
             call.ended, prepared.busy = False, True
@@ -137,6 +146,8 @@ class PersistentCollective(Persistent[T_co]):
             self._group.open_work.complete(self._call)
         if not self._call.ended:
             raise self._under_way()
+        if self._direct is not None and self._direct.busy and prepared is not None:
+            prepared.busy, self._direct = True, None
         if prepared is None:
             return self._bind()
         if prepared.busy:  # what has failed may still write into its buffers
@@ -248,13 +259,15 @@ class _Planner:
         plan = core.plan(make, data, *options)
         call = Call(plan.name, core.name, plan.rule, plan.shape_in, plan.kind, label, plan.compared)
         prepared = plan.bind(core, x, data, out, often=True)
+        in_place = _reads_in_place(plan, prepared, x)
         return PersistentCollective(
             core,
             call,
             partial(_bind, core, plan, x, out),
-            prepared if _reads_in_place(plan, prepared, x) else None,
+            prepared if in_place else None,
             x,
             out,
+            core.direct_plan(plan, call, prepared) if in_place else None,
         )
 
 

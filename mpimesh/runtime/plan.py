@@ -19,14 +19,11 @@ import numpy as np
 from mpimesh.arrays import (
     Array,
     DType,
-    HostArray,
     OpLike,
     ReduceOp,
     StreamScope,
-    address_of,
     as_reduce_op,
     is_cupy,
-    memory_at,
     moved,
     namespace,
     wire_dtype,
@@ -42,9 +39,6 @@ from mpimesh.runtime.operands import (
     output_array,
 )
 from mpimesh.runtime.traffic import Amount, Rule, Tally, all_reduced, per_rank, sparse, uniform
-
-_BYTES: DType = np.dtype(np.uint8)
-_MOST_KEPT = 32
 
 __all__ = [
     "Accounts",
@@ -132,9 +126,6 @@ class Plan(Accounts):
         in_place: Whether the transport can reduce an array where it lies.
         algorithm: By which the transport is asked to do it; None for that of its table. The ranks
             compare it, too.
-
-    Attributes:
-        kept: What earlier calls have prepared, by where their arrays lie; None if a start copies.
     """
 
     name: str
@@ -151,7 +142,6 @@ class Plan(Accounts):
     sends: bool = True
     in_place: bool = False
     algorithm: str | None = None
-    kept: dict[tuple[int, ...], Prepared] | None = None
     shape_in: tuple[int, ...] = field(init=False)
     dtype: DType = field(init=False)
     library: ModuleType = field(init=False)
@@ -173,13 +163,6 @@ class Plan(Accounts):
             self.incoming = None
         self.converts = self.wire is not None and self.wire != data.dtype
         self.is_plain = not self.converts and self.divisor == 1 and self.incoming is None
-        if (
-            self.is_plain
-            and self.outgoing is None
-            and self.shape is not None
-            and not self.on_device
-        ):
-            self.kept = {}
 
     def prepared(
         self,
@@ -278,69 +261,6 @@ class Plan(Accounts):
             if out is not None and library.may_share_memory(send, recv):
                 send = send.copy()
         return (send, recv, *self.tail), target, finish
-
-    def again(
-        self, group: PlanningGroup, x: HostArray, out: HostArray | None
-    ) -> tuple[Prepared, HostArray] | None:
-        """Return what an earlier call has prepared for arrays that lay here, and the result.
-
-        Programs call with the same arrays again and again, or with new ones where the last ones
-        lay. What is kept refers to memory and not to arrays: it is used only while the work that it
-        starts holds arrays that lie there.
-
-        Returns:
-            None if the arrays are to be bound in general.
-        """
-        kept = self.kept
-        source_at = None if kept is None else address_of(x)
-        if kept is None or source_at is None:
-            return None
-        places: tuple[int, ...] = (source_at,)
-        target = x
-        if out is not x:
-            if self.name == "broadcast":
-                return None
-            if out is None:
-                target = group.empty(self.shape or (), x.dtype, np, x)
-            else:
-                output_array(out, self.shape or (), x.dtype)
-                target = out
-            target_at = address_of(target)
-            if target_at is None:
-                return None
-            places = source_at, target_at
-        prepared = kept.get(places)
-        if prepared is None:
-            prepared = self._prepare_at(group, places, x, target)
-            if prepared is None:
-                return None
-            if len(kept) >= _MOST_KEPT:
-                kept.clear()
-            kept[places] = prepared
-        if prepared.busy:
-            return None
-        prepared.busy = True
-        return prepared, target
-
-    def _prepare_at(
-        self, group: PlanningGroup, places: tuple[int, ...], x: HostArray, target: HostArray
-    ) -> Prepared | None:
-        """Return what starts it on arrays at these places; None if they will not do."""
-        kind: DType = _BYTES if self.wire is None else self.wire
-        send: HostArray | None = None
-        source_at, target_at = places[0], places[-1]
-        if target is x:
-            if target.shape != self.shape or not (self.in_place or self.name == "broadcast"):
-                return None
-        else:
-            if source_at < target_at + target.nbytes and target_at < source_at + x.nbytes:
-                return None
-            send = memory_at(source_at, x.nbytes, kind)
-        if source_at % self.dtype.alignment or target_at % self.dtype.alignment:
-            return None
-        recv = memory_at(target_at, target.nbytes, kind)
-        arguments = (recv,) if self.name == "broadcast" else (send, recv)
-        return self.prepared(group, (*arguments, *self.tail), often=True)
 
     def _packed(self, data: Array, in_order: bool) -> Array:
         """Return what is sent: flat, contiguous, in the dtype of the wire; a view where it can."""
@@ -466,16 +386,16 @@ def plan_all_reduce(
     op = as_reduce_op(op)
     wire = wire_dtype(data.dtype, op)
     algorithm = _algorithm(group, "all_reduce", data, wire, algorithm)
-    averages = op is ReduceOp.MEAN and algorithm is None and _averages(group, data, wire)
+    moved_as, divisor = _moved_as(group, op, data, wire, algorithm)
     return Plan(
         "all_reduce",
         data,
         str(op),
         data.shape,
-        ("mean" if averages else _moved_as(op),),
+        (moved_as,),
         data.shape,
         wire=wire,
-        divisor=group.size if op is ReduceOp.MEAN and not averages else 1,
+        divisor=divisor,
         receives=(all_reduced, data.nbytes),
         in_place=True,
         algorithm=algorithm,
@@ -490,18 +410,16 @@ def _algorithm(
     return group.algorithm_for(name, nbytes, algorithm, on_device=namespace(data) is not np)
 
 
-def _moved_as(op: ReduceOp) -> str:
-    """Return the transport's name of a reduction; a mean is a sum to it, divided here."""
-    return "sum" if op is ReduceOp.MEAN else str(op.value)
-
-
-def _averages(group: PlanningGroup, data: Array, wire: DType) -> bool:
-    """Tell whether the transport divides a mean itself, while it is in cache."""
-    return (
-        namespace(data) is np
-        and wire.char in "fd"
-        and group.communicator.averages(data.size * wire.itemsize)
-    )
+def _moved_as(
+    group: PlanningGroup, op: ReduceOp, data: Array, wire: DType, algorithm: str | None = None
+) -> tuple[str, int]:
+    """Return the transport's name of a reduction, and by what its result is to be divided here."""
+    if op is not ReduceOp.MEAN:
+        return str(op.value), 1
+    of_host = namespace(data) is np and wire.char in "fd" and algorithm is None
+    if of_host and group.communicator.averages(data.size * wire.itemsize):
+        return "mean", 1  # divided while it is in cache
+    return "sum", group.size
 
 
 def plan_reduce(
@@ -516,17 +434,19 @@ def plan_reduce(
     op = as_reduce_op(op)
     wire = wire_dtype(data.dtype, op)
     at_root = group.rank == root
+    algorithm = _algorithm(group, "reduce", data, wire, algorithm)
+    moved_as, divisor = _moved_as(group, op, data, wire, algorithm)
     return Plan(
         "reduce",
         data,
         f"{op}, root {root}",
         data.shape,
-        (_moved_as(op), root),
+        (moved_as, root),
         data.shape if at_root else None,
         wire=wire,
-        divisor=group.size if op is ReduceOp.MEAN else 1,
+        divisor=divisor,
         receives=(uniform, data.nbytes) if at_root else None,
-        algorithm=_algorithm(group, "reduce", data, wire, algorithm),
+        algorithm=algorithm,
     )
 
 
@@ -539,16 +459,17 @@ def plan_reduce_scatter(
     axis = normal_axis(axis, data.ndim)
     blocks = Blocks.of_whole(data.shape, axis, group.size, sizes)
     rank = group.rank or 0
+    moved_as, divisor = _moved_as(group, op, data, wire)
     return Plan(
         "reduce_scatter",
         data,
         f"{op}, axis {axis}, sizes {list(blocks.sizes)}",
         data.shape,
-        (blocks.counts, _moved_as(op)),
+        (blocks.counts, moved_as),
         blocks.block_shape(rank),
         wire=wire,
         outgoing=blocks,
-        divisor=group.size if op is ReduceOp.MEAN else 1,
+        divisor=divisor,
         receives=(uniform, blocks.counts[rank] * data.dtype.itemsize),
     )
 

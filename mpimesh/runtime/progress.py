@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
@@ -13,8 +12,6 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.comm import Communicator, ProgressEngine, Request
-from mpimesh.runtime.call import Call
-from mpimesh.runtime.flight import Recorder
 
 __all__ = ["InputLocks", "KeptError", "Progress", "Wait", "put_before"]
 
@@ -78,8 +75,6 @@ class Progress(ProgressEngine):
     Attributes:
         kept: The error that this rank is about to tell the others; None if there is none.
         current: What the rank waits for now; None if it does not. Other threads may read it.
-        calls: What the rank started last, the latest last.
-        recorder: Writes all that it starts into the flight record; None if there is none.
         on_idle: Called while a wait naps; raises to end it.
         communicators: Those of all its meshes by name, with the numbers of their ranks in the job.
         counts: What else this rank has started together with others, by name.
@@ -88,21 +83,17 @@ class Progress(ProgressEngine):
 
     __slots__ = (
         "background",
-        "calls",
         "communicators",
         "counts",
         "current",
         "kept",
         "on_idle",
-        "recorder",
     )
 
     def __init__(self) -> None:
         super().__init__()
         self.current: Wait | None = None
         self.kept: KeptError | None = None
-        self.calls: deque[Call] = deque(maxlen=8)
-        self.recorder: Recorder | None = None
         self.on_idle: Callable[[Wait], None] | None = None
         self.communicators: dict[str, tuple[Communicator, tuple[int, ...]]] = {}
         self.counts: dict[str, int] = {}

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpimesh.arguments import as_int, size_text
+from mpimesh.core.call import Counter
 from mpimesh.errors import BudgetError, MeshError
 from mpimesh.layout.boxes import even_sizes
 from mpimesh.runtime.call import Call, Site, call_site, site_text
@@ -291,7 +292,7 @@ class PeerTraffic:
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class Tally:
+class Tally(Counter):
     """Starts of one plan, which its traffic adds up when somebody looks.
 
     Attributes:
@@ -300,7 +301,7 @@ class Tally:
         nbytes: Bytes that this rank puts into each.
         receives: How what it receives is counted; None if it receives nothing.
         members: The ranks of the group.
-        starts: Operations that have started since.
+        started: Operations that have started since.
     """
 
     traffic: Traffic
@@ -308,11 +309,10 @@ class Tally:
     nbytes: int
     receives: tuple[Rule, Amount] | None
     members: Members
-    starts: int = 0
 
     def add_up(self) -> None:
         """Let the traffic count the starts so far."""
-        starts, self.starts = self.starts, 0
+        starts, self.started = self.started, 0
         if starts:
             self.traffic.count(self.name, starts * self.nbytes, starts)
             if self.receives is not None:

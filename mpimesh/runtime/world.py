@@ -20,6 +20,7 @@ from mpimesh.arguments import as_flag, as_function, as_int, shown
 from mpimesh.arrays import HostArray, aligned_bytes
 from mpimesh.arrays.memory import POOLED_FROM_BYTES, ArrayPool
 from mpimesh.comm import Communicator, VirtualWorld, virtual_communicators
+from mpimesh.core.node import MOST_RANKS
 from mpimesh.errors import (
     ClosedError,
     MeshError,
@@ -56,9 +57,6 @@ __all__ = [
 ]
 
 R = TypeVar("R")
-
-_MOST_VIRTUAL = 1 << 16
-"""Most virtual ranks: a process has no more threads."""
 
 _POOLED_BYTES = 512 << 20
 """Most memory for results that is kept for those to come."""
@@ -465,9 +463,9 @@ def run_virtual(
         Exception: The first exception of any rank, with the rank noted.
     """
     size = as_int(size, "size", RankError, least=1)
-    if size > _MOST_VIRTUAL:
+    if size > MOST_RANKS:
         raise RankError(
-            f"size must be at most {_MOST_VIRTUAL}, for each rank is a thread, got {size}"
+            f"size must be at most {MOST_RANKS}, the most ranks that share memory, got {size}"
         )
     as_function(function, "function", RankError)
     rendezvous = as_flag(rendezvous, "rendezvous", RankError)

@@ -35,7 +35,7 @@ def test_a_closed_group_starts_nothing_though_its_ranks_have_another(comm):
 def test_memory_that_is_lacking_is_told_as_in_the_first_call(comm, monkeypatch):
     with mm.DeviceMesh("dp=-1", comm) as mesh:
         group = mesh.group("dp")
-        x = np.ones(3)
+        x = np.ones(5000)  # less comes from NumPy
         for _ in range(2):
             group.all_reduce(x).resolve()
 

@@ -109,7 +109,7 @@ def test_an_interrupted_end_is_an_end_the_next_time():
                 raise KeyboardInterrupt
 
     owner = Owner()
-    owner.progress.recorder = Recorder()  # type: ignore[assignment]
+    owner.progress.recorder = Recorder()
     handle = CollectiveTensor(owner, Call("all_reduce", "world"), request, value=7)
     with pytest.raises(KeyboardInterrupt):
         handle.resolve()

@@ -109,7 +109,8 @@ def test_a_counter_adds_up_whatever_it_has_worked_out_before(added, repeats):
 def test_a_tally_counts_no_more_at_the_end_of_python(monkeypatch, at_the_end):
     """Of many plans that were let go then, one imported a part of NumPy, which was refused."""
     traffic = Traffic()
-    tally = Tally(traffic, "all_reduce", 8, (uniform, 8), Members(range(3), 0), starts=2)
+    tally = Tally(traffic, "all_reduce", 8, (uniform, 8), Members(range(3), 0))
+    tally.started = 2
     with monkeypatch.context() as patch:
         patch.setattr(sys, "is_finalizing", lambda: at_the_end)
         del tally
