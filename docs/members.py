@@ -25,7 +25,8 @@ TASKS: dict[type, dict[str, str]] = {
         "Collectives": """all_reduce all_gather reduce_scatter all_to_all broadcast reduce gather
             scatter barrier start_barrier""",
         "Planned once, started many times": """all_reduce_init all_gather_init reduce_scatter_init
-            all_to_all_init broadcast_init reduce_init gather_init send_init recv_init""",
+            all_to_all_init broadcast_init reduce_init gather_init scatter_init send_init
+            recv_init""",
         "Messages": "send recv shift send_next send_prev recv_next recv_prev",
         "Memory and algorithms": "empty_once algorithms alone",
         "Ranks, communicator, closing": "group_rank_of communicator close closed",

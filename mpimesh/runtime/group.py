@@ -10,7 +10,7 @@ from mpimesh.arguments import as_int, as_time
 from mpimesh.arrays import Array, DTypeLike, HostArray, OpLike
 from mpimesh.comm import Communicator
 from mpimesh.comm.algorithms import Algorithms
-from mpimesh.errors import GroupError, RankError, tell_elsewhere
+from mpimesh.errors import GroupError, RankError, ShapeError, tell_elsewhere
 from mpimesh.runtime import messages, plan
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore, collective
@@ -349,7 +349,9 @@ class ProcessGroup:
         """Cut the array of `root` along `axis` and give each rank its block.
 
         Collective, as :meth:`all_reduce`. The root's shape and dtype travel ahead
-        in one small broadcast, so the other ranks need not know them.
+        in one small broadcast, so the other ranks need not know them. ``scatter_init`` sends
+        nothing ahead: there the other ranks give an `out` for their block, or an `x` like the
+        root's.
 
         Shapes:
             x: (..., sum(sizes), ...) on `root`.
@@ -373,7 +375,16 @@ class ProcessGroup:
                 not fall into such blocks; from ``resolve()``, if `out` does not fit.
             DTypeError: From ``resolve()`` on every rank, if its dtype cannot be described.
         """
-        return _scatter(self._core, x, root=root, axis=axis, sizes=sizes, out=out, label=label)
+        core, is_group = self._core, isinstance(self, ProcessGroup)
+        if is_group:
+            return _scatter(core, x, root=root, axis=axis, sizes=sizes, out=out, label=label)
+        mine: Array | None = out if x is None else x
+        if mine is None or (x is None and core.rank == root):
+            raise ShapeError(
+                f"a planned scatter needs x on its root, and x or out= on every other rank, for no "
+                f"shape travels ahead; rank {core.rank} gives none"
+            )
+        return self._run(plan.plan_scatter, mine, out, label, (root, axis, sizes, x is not None))
 
     # -- started many times ---------------------------------------------------------------------
 
@@ -384,6 +395,7 @@ class ProcessGroup:
     gather_init = planning(gather)
     all_to_all_init = planning(all_to_all)
     broadcast_init = planning(broadcast)
+    scatter_init = planning(scatter)
 
     # -- messages ---------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ __all__ = [
     "plan_gather",
     "plan_reduce",
     "plan_reduce_scatter",
+    "plan_scatter",
     "receive",
     "rule_by",
 ]
@@ -256,7 +257,7 @@ class Plan(Accounts):
                 target[...] = data
             return (recv, *self.tail), target, finish
         send: Array | None = None
-        if target is not x or not self.in_place:
+        if self.sends and (target is not x or not self.in_place):
             send = self._packed(data, in_order)
             if out is not None and library.may_share_memory(send, recv):
                 send = send.copy()
@@ -516,6 +517,38 @@ def plan_gather(
         blocks.shape if at_root else None,
         incoming=blocks,
         receives=(per_rank, tuple(counts)) if at_root else None,
+    )
+
+
+def plan_scatter(
+    group: PlanningGroup,
+    data: Array,
+    root: int,
+    axis: int,
+    sizes: Sequence[int] | None,
+    is_whole: bool,
+) -> Plan:
+    """Plan a scatter of which all ranks know the shape: of the whole, or of their block."""
+    root = group.check_rank(root, "root")
+    rank = group.rank or 0
+    shape = data.shape or (1,)
+    axis = normal_axis(axis, len(shape))
+    if is_whole:
+        blocks = Blocks.of_whole(shape, axis, group.size, sizes)
+    else:
+        blocks = Blocks.of_mine(shape, axis, rank, group.size, sizes)
+    counts = _byte_counts(blocks, data.dtype)
+    nbytes = counts[rank]
+    return Plan(
+        "scatter",
+        data,
+        f"root {root}, axis {axis}, sizes {list(blocks.sizes)}",
+        blocks.shape,
+        (counts, root),
+        blocks.block_shape(rank),
+        outgoing=blocks if rank == root else None,
+        sends=rank == root,
+        receives=None if rank == root else (sparse, (root, nbytes, int(nbytes > 0))),
     )
 
 

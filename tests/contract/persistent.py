@@ -75,6 +75,44 @@ def check_every_reduction_can_be_planned(comm):
                 same(uneven_plan.start().resolve(), parts[rank], (op, start))
 
 
+def check_a_scatter_can_be_planned(comm):
+    with groups_of(comm) as groups:
+        for group in groups:
+            size, rank = group.size, group.rank
+            for root, axis, sizes, dtype in [
+                (0, 0, None, "f8"),
+                (size - 1, 1, uneven(size), "f4"),
+                (0, 1, [0] * (size - 1) + [3], "i2"),
+                (size - 1, 0, None, "D"),
+            ]:
+                blocks = equal_sizes(2 * size, size) if sizes is None else sizes
+                shape = [4, 4]
+                shape[axis] = sum(blocks)
+                x: Any = np.zeros(shape, dtype)
+                for layout in WRITABLE:
+                    shape[axis] = blocks[rank]
+                    out = output(layout, tuple(shape), np.dtype(dtype))
+                    x = x if rank == root else None
+                    planned = group.scatter_init(x, root=root, axis=axis, sizes=sizes, out=out)
+                    for start in range(STARTS):
+                        shape[axis] = sum(blocks)
+                        whole = values(root, tuple(shape), np.dtype(dtype), start)
+                        if x is not None:
+                            x[...] = whole
+                        got = planned.start().resolve()
+                        assert got is out
+                        same(got, cut(whole, axis, blocks)[rank], (root, axis, sizes, layout))
+            x = np.arange(2.0 * size)
+            like = x if rank == 0 else np.zeros(2 * size)
+            got = group.scatter_init(like).start().resolve()
+            same(got, x[2 * rank : 2 * rank + 2], "x everywhere")
+            if size > 1:
+                with raises(ShapeError, "out=", "root", rank):
+                    group.scatter_init(None, root=0)
+                with raises(RankError, "root", size):
+                    group.scatter_init(np.ones(size), root=size, out=np.ones(1))
+
+
 def check_every_movement_can_be_planned(comm):
     with mesh_of(comm) as mesh:
         group = mesh.group()

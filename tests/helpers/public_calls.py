@@ -307,6 +307,10 @@ for _name in (
     "reduce_scatter_init",
 ):
     CALLS[f"ProcessGroup.{_name}"] = partial(_planned, _name)
+CALLS["ProcessGroup.scatter_init"] = lambda place: (
+    _planned("scatter_init", place)[0],
+    {"x": np.arange(4.0), "out": np.empty(4 // place.group.size)},
+)
 CALLS["ProcessGroup.send"] = lambda place: (place.send, {})
 CALLS["ProcessGroup.recv"] = lambda place: (place.recv, {})
 CALLS["ProcessGroup.send_init"] = lambda place: (place.send_init, {})

@@ -25,7 +25,7 @@ NAMES = {
         all_to_all_init alone backend barrier broadcast broadcast_init close closed
         communicator empty_once gather gather_init group_rank_of name rank ranks recv
         recv_init recv_next recv_prev reduce reduce_init reduce_scatter
-        reduce_scatter_init scatter send send_init send_next send_prev shift size
+        reduce_scatter_init scatter scatter_init send send_init send_next send_prev shift size
         start_barrier world_rank
     """,
     "CollectiveTensor": """
