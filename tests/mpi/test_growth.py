@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ def used() -> tuple[int, int]:
     """Return the bytes of this process in memory, and how many files it has open."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize(), len(os.listdir("/proc/self/fd"))
+    return pages * resource.getpagesize(), len([*Path("/proc/self/fd").iterdir()])
 
 
 def grows_by(part: Callable[[], None], times: int) -> tuple[int, int]:
