@@ -44,6 +44,14 @@ class Board:
 class Counter:
     started: int
 
+class Ring:
+    def __init__(self, memory: NDArray[Any], slots: int) -> None: ...
+    @property
+    def started(self) -> int: ...
+    def write(self, number: int, nbytes: int, text: bytes) -> int: ...
+    def end(self, call: CallRecord, failed: bool) -> None: ...
+    def text_of(self, group: Any, call: Any) -> bytes: ...
+
 class State:
     recorder: Any
     calls: Any
@@ -79,7 +87,8 @@ class Direct:
         bound: Bound,
         digest: int,
         counter: Counter,
-        shape: tuple[int, ...] | None,
+        nbytes: int,
+        shape: tuple[int, ...] | None = None,
         in_place: bool = False,
         value: Any = None,
     ) -> None: ...

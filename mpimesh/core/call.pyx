@@ -3,7 +3,10 @@
 cimport numpy as cnp
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.ref cimport Py_INCREF
+from cpython.bytes cimport PyBytes_AS_STRING
 from libc.stdint cimport int64_t, uint64_t
+from libc.string cimport memcpy
+from posix.time cimport CLOCK_REALTIME, clock_gettime, timespec
 
 from mpimesh.core.node cimport NODE_DONE, NODE_MAX_RANKS, Bound, Operation, Window
 
@@ -159,6 +162,56 @@ cdef class Board:
 
 # -- what every start reads ------------------------------------------------------------------------
 
+cdef int64_t _now_ns() noexcept:
+    cdef timespec now
+    clock_gettime(CLOCK_REALTIME, &now)
+    return <int64_t>now.tv_sec * 1000000000 + now.tv_nsec
+
+
+cdef class Ring:
+    """The last operations of a rank in a memory that outlives it: see `runtime/flight.py`.
+
+    A slot has six numbers (order, number, bytes, start and end in nanoseconds since 1970, state), then a text.
+
+    Args:
+        memory: The slots.
+        slots: How many there are.
+    """
+
+    cdef cnp.ndarray _memory
+    cdef size_t _slot_bytes
+    cdef readonly long slots, started
+
+    def __init__(self, cnp.ndarray memory not None, long slots):
+        self._memory, self.slots, self._slot_bytes = memory, slots, cnp.PyArray_NBYTES(memory) // slots
+        if self._slot_bytes < 48 or self._slot_bytes % 8:
+            raise ValueError("a slot has six numbers")
+
+    cdef int64_t *row(self, long order) noexcept:
+        return <int64_t *>(<char *>cnp.PyArray_DATA(self._memory) + <size_t>(order % self.slots) * self._slot_bytes)
+
+    cpdef long write(self, long number, long nbytes, bytes text) except -1:
+        """Note that an operation was started; return its order, from 1."""
+        cdef int64_t *row
+        self.started += 1
+        row = self.row(self.started)
+        row[0], row[1], row[2], row[3], row[4], row[5] = self.started, number, nbytes, _now_ns(), 0, 0
+        memcpy(row + 6, PyBytes_AS_STRING(text), min(<size_t>len(text), self._slot_bytes - 48))
+        return self.started
+
+    cpdef end(self, CallRecord call, bint failed):
+        """Note that the result of an operation was taken, or that it failed."""
+        cdef int64_t *row
+        if call.record > self.started - self.slots:
+            row = self.row(call.record)
+            row[4], row[5] = _now_ns(), 2 if failed else 1
+
+    def text_of(self, group, call):
+        """Return what stands in a slot of such a call behind the numbers."""
+        raise NotImplementedError
+
+
+
 cdef class Counter:
     """A number of starts."""
 
@@ -174,7 +227,8 @@ cdef class State:
         tails: The last unfinished operation of each chain that has one.
     """
 
-    cdef public object recorder, calls
+    cdef public Ring recorder
+    cdef public object calls
     cdef public dict tails
 
     def __cinit__(self):
@@ -289,7 +343,7 @@ cdef class Handle:
         self._call.ended = True
         self._work.remove(self)
         if self._state.recorder is not None:
-            self._state.recorder.end(self._call, failed=failed)
+            self._state.recorder.end(self._call, failed)
         self._operand = self._request = None
         self._resolved = True  # last: whatever ends this before, it can be done again
 
@@ -311,6 +365,7 @@ cdef class Direct:
         bound: Bound to arrays like those to come, whose tables are used; or to those of the plan.
         digest: Of what the ranks compare.
         counter: Counts its starts.
+        nbytes: Bytes that this rank puts in.
         shape: The result's; None if this rank gets none.
         in_place: Whether an array may be its own result.
         value: The result of what is planned.
@@ -326,7 +381,9 @@ cdef class Direct:
     cdef Counter counter
     cdef tuple shape
     cdef bint in_place
-    cdef long digest
+    cdef long digest, nbytes
+    cdef object site  # of the last call that was recorded, and what was written of it
+    cdef bytes text
     cdef size_t sends, receives
     cdef int ndim
     cdef cnp.npy_intp sizes[64]  # the most axes that NumPy has
@@ -337,10 +394,18 @@ cdef class Direct:
     cdef Direct next
 
     def __init__(
-        self, CallRecord call, Bound bound, long digest, Counter counter, tuple shape, bint in_place=False, value=None
+        self,
+        CallRecord call,
+        Bound bound,
+        long digest,
+        Counter counter,
+        long nbytes,
+        tuple shape=None,
+        bint in_place=False,
+        value=None,
     ):
         self.call, self.bound, self.digest, self.counter = call, bound, digest, counter
-        self.shape, self.in_place, self.value = shape, in_place, value
+        self.nbytes, self.shape, self.in_place, self.value = nbytes, shape, in_place, value
         self.sends = 0 if bound.send is None else cnp.PyArray_NBYTES(bound.send)
         self.receives = 0 if bound.recv is None else cnp.PyArray_NBYTES(bound.recv)
         self.ndim = 0 if shape is None else len(shape)
@@ -489,12 +554,11 @@ cdef class Caller:
         self._known[key] = direct
 
     cdef bint ready(self) except -1:
-        """Tell whether a start needs nothing else: no budget, record, or turn."""
+        """Tell whether a start needs nothing else: no budget, no turn."""
         return not (
             self.closed
             or self.context.closed
             or self.traffic.budgets
-            or self.state.recorder is not None
             or (self.state.tails and self.progress.busy(self.communicator))
         )
 
@@ -560,6 +624,10 @@ cdef class Caller:
         call.number = self.communicator.started = number
         handle = <Handle>_new(self._handle)
         handle._group, handle._call, handle._value = self.core, call, value
+        if self.state.recorder is not None:
+            if direct.site is None or <tuple>call.site != <tuple>direct.site:
+                direct.site, direct.text = call.site, self.state.recorder.text_of(self.core, call)
+            call.record = self.state.recorder.write(number, direct.nbytes, direct.text)
         handle._request = bound.start()
         direct.counter.started += 1
         handle._work, handle._state = self.open_work, self.state

@@ -25,9 +25,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from mpimesh.arguments import digest_text, ranks_text
 from mpimesh.comm import Communicator
 from mpimesh.comm.signatures import signature_text
+from mpimesh.core.call import Ring
 from mpimesh.errors import SettingsError
 from mpimesh.runtime.call import Call, site_text
 
@@ -36,9 +39,7 @@ __all__ = ["KEPT", "FlightEntry", "Record", "Recorder", "last_words", "read_reco
 KEPT = 1000
 _ROW = struct.Struct("<6q")
 """Order, number, bytes, start, end and state of an operation; its text follows."""
-_END = struct.Struct("<2q")
-_END_AT = 4 * 8
-_STARTED, _DONE, _FAILED = range(3)
+_STARTED = 0
 _STATES = ("started", "done", "failed")
 
 _MOST_RANKS = 1 << 20
@@ -142,7 +143,7 @@ class _Wait(Protocol):
     since_s: float
 
 
-class Recorder:
+class Recorder(Ring):
     """Writes the operations of one rank into its ring.
 
     Args:
@@ -175,8 +176,9 @@ class Recorder:
                 f"MPIMESH_RECORD_DIR={str(folder)!r}: rank {rank} cannot write its record there: "
                 f"{error}"
             ) from None
+        slots = np.frombuffer(self._map, np.uint8, offset=_SLOTS_AT)
+        super().__init__(slots, KEPT)
         self._pid = os.getpid()
-        self._started = 0
         self._texts: dict[tuple[object, ...], tuple[bytes, object]] = {}
         self._waited: object = None
         self._map[: len(_MAGIC)] = _MAGIC
@@ -185,20 +187,15 @@ class Recorder:
 
     def start(self, group: RecordedGroup, call: Call, nbytes: int) -> None:
         """Note that an operation was started."""
-        self._started = call.record = order = self._started + 1
+        call.record = self.write(call.number, nbytes, self.text_of(group, call))
+
+    def text_of(self, group: RecordedGroup, call: Call) -> bytes:
+        """Return what is written of a call behind the numbers: its length, and where and what."""
         code, offset = call.site
         shape = (call.shape, call.compared)
         key = (id(group), call.name, call.rule, shape, call.dtype, id(code), offset)
         text, _ = self._texts.get(key) or self._learn(key, group, call)
-        at = _SLOTS_AT + order % KEPT * _SLOT_BYTES
-        row = _ROW.pack(order, call.number, nbytes, time.time_ns(), 0, _STARTED) + text
-        self._map[at : at + len(row)] = row
-
-    def end(self, call: Call, *, failed: bool) -> None:
-        """Note that the result of an operation was taken, or that it failed."""
-        if call.record > self._started - KEPT:
-            at = _SLOTS_AT + call.record % KEPT * _SLOT_BYTES + _END_AT
-            _END.pack_into(self._map, at, time.time_ns(), _FAILED if failed else _DONE)
+        return text
 
     def wait(self, wait: _Wait | None) -> None:
         """Note what the rank waits for; None for nothing any more. For waits that take a while."""

@@ -225,7 +225,8 @@ class GroupCore:
         call = Call(plan.name, self.name, plan.rule, plan.shape_in, plan.kind, None, plan.compared)
         bound: Bound = getattr(window, plan.name)(*arrays, *plan.tail)
         in_place = plan.in_place or plan.name == "broadcast"
-        return Direct(call, bound, plan.digest, plan.tally or Counter(), plan.shape, in_place)
+        counter = plan.tally or Counter()
+        return Direct(call, bound, plan.digest, counter, plan.nbytes, plan.shape, in_place)
 
     def direct_plan(self, plan: Plan, call: Call, prepared: Prepared) -> Direct | None:
         """Return what starts a planned collective; None if that takes more than its window."""
@@ -233,14 +234,14 @@ class GroupCore:
         if type(bound) is not Bound or prepared.finish is not None or plan.also is not None:
             return None
         counter, value = plan.tally or Counter(), prepared.value
-        return Direct(call, bound, plan.digest, counter, plan.shape, value=value)
+        return Direct(call, bound, plan.digest, counter, plan.nbytes, plan.shape, value=value)
 
     def direct_barrier(self, window: Window) -> Direct:
         """Return what a barrier needs."""
         call = Call("barrier", self.name)
         accounts = self.accounts(call, 0, None)
         counter = accounts.tally or Counter()
-        return Direct(call, window.barrier(), accounts.digest, counter, None)
+        return Direct(call, window.barrier(), accounts.digest, counter, 0)
 
     def plan(
         self, make: Callable[..., Plan], data: Array, *options: Any, key: object = None

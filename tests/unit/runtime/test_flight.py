@@ -66,7 +66,7 @@ def test_a_ring_holds_the_last_operations(steps):
             calls.append(call_of(number, name))
             recorder.start(group, calls[-1], 8 * number)
             if state:
-                recorder.end(calls[-1], failed=state == 2)
+                recorder.end(calls[-1], state == 2)
         found = read_records(Path(folder))[0][1]
         recorder.finish(failed=True)
         assert [path.name for path in Path(folder).iterdir()] == ["rank-1.json"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mpimesh.comm import ProgressEngine, StagedRequest
+from mpimesh.core.call import Ring
 from mpimesh.errors import PeerLostError, TransportError, UnresolvedWarning
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.progress import Progress
@@ -99,17 +100,17 @@ def test_an_interrupted_end_is_an_end_the_next_time():
     request.done = True
     ended = []
 
-    class Recorder:
+    class Recorder(Ring):
         def start(self, group, call, nbytes):
             pass
 
-        def end(self, call, *, failed):
+        def end(self, call, failed):
             ended.append(call)
             if len(ended) == 1:
                 raise KeyboardInterrupt
 
     owner = Owner()
-    owner.progress.recorder = Recorder()
+    owner.progress.recorder = Recorder(np.zeros(64, np.uint8), 1)
     handle = CollectiveTensor(owner, Call("all_reduce", "world"), request, value=7)
     with pytest.raises(KeyboardInterrupt):
         handle.resolve()
