@@ -360,6 +360,8 @@ def test_often(test: Callable[[], bool], engine: ProgressEngine) -> bool:
         return True
     if engine.has_core:
         return any(starmap(test, _ALONE))
+    if engine.core is not None and engine.core.is_thread:
+        return False  # its wait yields without Python's lock, which the others need
     for _ in range(_SHARING):
         os.sched_yield()
         if test():

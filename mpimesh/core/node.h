@@ -886,6 +886,16 @@ static int node_sleep_since(NodeEngine *e, const NodeOp *o, long nap_ns, uint32_
     return node_pass(e) || rung || (o && node_state(o));
 }
 
+/* Yield for a while, until the bell is not `bell` any more; false if it still is. */
+static inline int node_yield_since(NodeEngine *e, uint32_t bell) {
+    for (uint64_t end = node_ns() + (uint64_t)e->yield_ns; node_ns() < end;)
+        for (int i = 0; i < 8; i++) {
+            if (node_bell(e) != bell) return 1;
+            sched_yield();
+        }
+    return 0;
+}
+
 static int node_sleep(NodeEngine *e, const NodeOp *o /* or 0 */, long nap_ns) {
     return node_sleep_since(e, o, nap_ns, node_bell(e));
 }

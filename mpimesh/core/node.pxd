@@ -67,6 +67,7 @@ cdef extern from "node.h":
     void node_give_turn(NodeEngine *) nogil
     void node_take_turn(NodeEngine *) nogil
     uint32_t node_bell(NodeEngine *) nogil
+    int node_yield_since(NodeEngine *, uint32_t) nogil
     int node_sleep_since(NodeEngine *, const NodeOp *, long, uint32_t) nogil
     void node_ring_sleeper(NodeDoor *) nogil
     void node_close(NodeWindow *) nogil
@@ -81,7 +82,7 @@ cdef class Door:
 
 cdef class Engine:
     cdef NodeEngine c
-    cdef bint _is_thread
+    cdef readonly bint is_thread
     cdef readonly Door door
     cdef set _windows
     cdef uint32_t _made

@@ -25,6 +25,8 @@ MOST_RANKS = NODE_MAX_RANKS
 cdef enum: IN_PLACE_FROM_BYTES = 2048
 # Others are read by calls into their process from this size on, which cost 1.3 us before the first byte.
 cdef enum: REMOTE_FROM_BYTES = 1 << 20
+# How long a thread yields before it sleeps: to wake one up takes about as long.
+cdef enum: YIELD_NS = 50000
 
 # -- sums by dtype ---------------------------------------------------------------------------------
 
@@ -90,7 +92,7 @@ cdef class Engine:
         is_thread: Whether it is one of several ranks of this process.
 
     Attributes:
-        door: The same.
+        door, is_thread: The same.
     """
 
     def __cinit__(self, Door door, bint is_thread=False):
@@ -98,7 +100,7 @@ cdef class Engine:
         node_engine_init(&self.c)
         self.door = door
         self.c.mine = door.c
-        self._windows, self._is_thread = set(), is_thread
+        self._windows, self.is_thread = set(), is_thread
         self.share_cores(False)
 
     def share_cores(self, bint has_core):
@@ -123,10 +125,11 @@ cdef class Engine:
         cdef long nap_ns = <long>(longest_s * 1e9)
         cdef int rung
         with nogil:
-            if self._is_thread:
+            if self.is_thread:
                 node_give_turn(&self.c)
-            rung = node_sleep_since(&self.c, NULL, nap_ns, bell)
-            if self._is_thread:
+                self.c.yield_ns = YIELD_NS
+            rung = self.is_thread and node_yield_since(&self.c, bell) or node_sleep_since(&self.c, NULL, nap_ns, bell)
+            if self.is_thread:
                 node_take_turn(&self.c)
         return rung != 0
 
@@ -444,10 +447,10 @@ cdef class Operation:
             if self.c.state:
                 return
         with nogil:
-            if engine._is_thread:
+            if engine.is_thread:
                 node_give_turn(&engine.c)
             node_wait_briefly(&engine.c, &self.c)
-            if engine._is_thread:
+            if engine.is_thread:
                 node_take_turn(&engine.c)
 
     cdef _error(self):

@@ -475,6 +475,8 @@ def run_virtual(
     results: list[Any] = [None] * size
 
     worlds = [World(communicator) for communicator in communicators]
+    for one, engine in zip(worlds, world.engines, strict=True):
+        one.progress.core = engine
 
     def main(rank: int) -> None:
         _of_thread.world = worlds[rank]
