@@ -37,8 +37,8 @@
     several; 0 is the real nodes.
 ``MPIMESH_ALGORITHMS`` (default none)
     The algorithms of ``all_reduce``, ``reduce`` and ``broadcast`` for calls that name none, such
-    as ``all_reduce=ring, broadcast=tree(4)``; one of centralized, tree(b), ring, mpi, node,
-    two_levels, virtual. It is ignored for groups that do not have it, and arrays on a device.
+    as ``all_reduce=ring, broadcast=tree(4)``; one of centralized, tree(b), ring, mpi, node or
+    two_levels. It is ignored for groups that do not have it, and arrays on a device.
 """
 
 from __future__ import annotations

@@ -320,6 +320,9 @@ def planning(
         Returns:
             What is planned; its ``start()`` gives a handle.
 
+        Raises:
+            ShapeError: If the arrays do not fit; and what else :meth:`{name}` raises at once.
+
         Example:
             >>> planned = group.{name}_init(x)
             >>> for _ in range(100):
