@@ -38,7 +38,7 @@
 
 enum {
     NODE_ENTRIES = 16,         /* operations of a rank that not all others have read */
-    NODE_INLINE_BYTES = 72,    /* a contribution inside its entry */
+    NODE_INLINE_BYTES = 80,    /* a contribution inside its entry */
     NODE_TOLD_BLOCKS = NODE_INLINE_BYTES / 8, /* ranks for which an entry has room to say where their blocks lie */
     NODE_SMALL_BYTES = 8192,   /* a contribution copied when it is posted */
     NODE_SMALLS = 4,
@@ -98,9 +98,10 @@ typedef struct {
     uint32_t in_segment, out_segment;
     node_u32 digest; /* of this operation alone */
     uint8_t source;
-    uint8_t pad[19];
-    char data[NODE_INLINE_BYTES] __attribute__((aligned(8)));
+    uint8_t pad[11];
+    char data[NODE_INLINE_BYTES] __attribute__((aligned(16))); /* as complex long doubles must be; near the word */
 } __attribute__((aligned(128))) NodeEntry;
+_Static_assert(sizeof(NodeEntry) == 128, "an entry is two cache lines");
 
 /* What one rank shows the others in one window. */
 typedef struct {
