@@ -539,19 +539,20 @@ cdef class Caller:
         return make, options, <object>cnp.PyArray_DESCR(x), cnp.PyArray_TYPE(x), (<object>x).shape
 
     cdef learn(self, make, cnp.ndarray x, tuple options):
-        """Keep what the next call alike needs, if it can go directly."""
+        """Keep what the next call alike needs, if it can go directly, or that it cannot."""
         cdef Direct direct
-        key = self.key(make, x, options)
-        if key is None or len(self._known) >= 256:
+        if not cnp.PyArray_IS_C_CONTIGUOUS(x) or not cnp.PyArray_ISALIGNED(x):
             return
-        direct = <Direct>self.core.directly(make, x, options)
+        key = self.key(make, x, options)
+        if key is None or key in self._known or len(self._known) >= 256:
+            return
+        self._known[key] = direct = <Direct>self.core.directly(make, x, options)
         if direct is None:
             return
         direct.make, direct.descr, direct.options = make, <object>cnp.PyArray_DESCR(x), options
         direct.like = numpy.broadcast_to(numpy.empty((), x.dtype), (<object>x).shape)
         direct.bound.send = direct.bound.recv = None  # its tables are what is kept
         direct.next, self._recent = self._recent, direct
-        self._known[key] = direct
 
     cdef bint ready(self) except -1:
         """Tell whether a start needs nothing else: no budget, no turn."""

@@ -213,8 +213,6 @@ class GroupCore:
             return None
         if plan.outgoing is not None or plan.algorithm is not None or plan.also is not None:
             return None
-        if not x.flags.c_contiguous or not x.flags.aligned:
-            return None
         kind = np.dtype(np.uint8) if plan.wire is None else plan.wire
         result: HostArray | None = None
         if plan.shape is not None:
