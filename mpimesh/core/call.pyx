@@ -442,6 +442,11 @@ cdef enum: SMALL_RESULT_BYTES = 32768
 cdef tuple _EMPTY = ()
 
 
+cdef inline bint _is_plain(cnp.ndarray out):
+    """Tell whether a result can come straight into this array."""
+    return cnp.PyArray_IS_C_CONTIGUOUS(out) and cnp.PyArray_ISALIGNED(out) and cnp.PyArray_ISWRITEABLE(out)
+
+
 cdef inline _new(object kind):
     """Return a new object without a call of its class."""
     return (<PyTypeObject *>kind).tp_new(<type>kind, <PyObject *>_EMPTY, NULL)
@@ -571,8 +576,8 @@ cdef class Caller:
         cdef char *result
         if not self.ready() or not cnp.PyArray_IS_C_CONTIGUOUS(x) or not cnp.PyArray_ISALIGNED(x):
             return None
-        if direct.shape is None:
-            if out is not None and type(out) is not cnp.ndarray:
+        if direct.shape is None:  # what `out` of another rank must be, this one must be, too
+            if out is not None and (type(out) is not cnp.ndarray or not _is_plain(<cnp.ndarray>out)):
                 return None
         elif out is None:
             if direct.receives < SMALL_RESULT_BYTES:
@@ -588,9 +593,7 @@ cdef class Caller:
             target = <cnp.ndarray>out
             if target.descr is not x.descr or (<object>target).shape != direct.shape:
                 return None
-            if not (
-                cnp.PyArray_IS_C_CONTIGUOUS(target) and cnp.PyArray_ISALIGNED(target) and cnp.PyArray_ISWRITEABLE(target)
-            ):
+            if not _is_plain(target):
                 return None
             result = <char *>cnp.PyArray_DATA(target)
             if source < result + direct.receives and result < source + direct.sends:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.errors import ClosedError, MismatchError, OutOfMemoryError
+from mpimesh.errors import ClosedError, MismatchError, OutOfMemoryError, ShapeError
 from mpimesh.runtime.group_core import GroupCore
 from tests.helpers.raises import raises
 
@@ -97,3 +97,21 @@ def test_handles_of_direct_calls_warn_when_dropped_and_are_listed(comm):
         for work in mesh._core.context.open_work.all():
             assert work.resolve()[0] == comm.size
         assert len(mesh._core.context.open_work) == 0
+
+
+@pytest.mark.parametrize("name", ["reduce", "gather"])
+def test_an_array_that_cannot_be_written_is_refused_also_where_no_result_comes(comm, name):
+    with mm.DeviceMesh("dp=-1", comm) as mesh:
+        group, root = mesh.group("dp"), comm.size - 1
+        start = getattr(group, name)
+        for _ in range(2):
+            start(np.ones(3), root=root).resolve()
+        shape = (3,) if name == "reduce" else (3 * comm.size,)
+        for out in (np.broadcast_to(np.ones(1), shape), np.zeros(shape)):
+            out.flags.writeable = False
+            with raises(ShapeError, "out is read-only"):
+                start(np.ones(3), root=root, out=out)
+        together = np.lib.stride_tricks.as_strided(np.zeros(shape), shape, [0])
+        with raises(ShapeError, "share memory"):
+            start(np.ones(3), root=root, out=together)
+        start(np.ones(3), root=root, out=np.zeros(shape)).resolve()
