@@ -132,7 +132,7 @@ class Communicator(Counter, ABC):
         """Keep memory no more that this rank has offered, now that no other one reads it. Local."""
 
     def averages(self, nbytes: int) -> bool:
-        """Tell whether :meth:`all_reduce` of such an array knows ``"mean"``, too. Local.
+        """Tell whether its reductions of such an array know ``"mean"``, too. Local.
 
         The same answer on all ranks.
         """
@@ -334,7 +334,7 @@ class NodeCommunicator(Communicator):
     """Ranks whose collectives go by their window, where they have one, and else by `prepare`."""
 
     def averages(self, nbytes: int) -> bool:
-        """Tell whether all-reduce knows ``"mean"``: a window does."""
+        """Tell whether its reductions know ``"mean"``: those of a window do."""
         return self.window is not None
 
     def most_bytes_by(self, name: str, algorithm: str) -> int:
