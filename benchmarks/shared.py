@@ -2,8 +2,7 @@
 
 Each is a plain call, whose handle is resolved at once, and a planned one, which is started again
 and again: of ordinary arrays, and planned of arrays of ``mesh.shared_empty``. All have ``out=``;
-the all-reduce and the broadcast are in place, as MPI's are. A scatter cannot be planned: of shared
-arrays, too, it is a plain call.
+the all-reduce and the broadcast are in place, as MPI's are.
 
 Sizes are those of the whole array: of the result of a gather or an all-gather, of the input of a
 reduce-scatter, scatter or all-to-all. Where an array is cut, each rank has at least 8 bytes.
@@ -171,17 +170,14 @@ def _cell(
 ) -> dict[str, Timing]:
     group = mesh.group()
     comm = group.communicator.native  # type: ignore[attr-defined]
-    has_plan = hasattr(group, f"{collective.operation}_init")
     plain: Callable[[Arrays], Callable[[], object]] = partial(partial, collective.mesh, group)
-    planned = partial(collective.planned, group) if has_plan else plain
+    planned = partial(collective.planned, group)
     named: dict[str, tuple[Callable[..., Any], Callable[[Arrays], Callable[[], object]]]] = {
         _MPI: (np.empty, lambda a: partial(collective.mpi, comm, a)),
         _PLAIN: (np.empty, plain),
         _PLANNED: (np.empty, planned),
         _SHARED: (mesh.shared_empty, planned),
     }
-    if not has_plan:
-        del named[_PLANNED]
     ways: dict[str, Callable[[], object]] = {}
     of_all: dict[Any, Arrays] = {}
     for way, (empty, make) in named.items():
