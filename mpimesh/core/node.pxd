@@ -104,6 +104,7 @@ cdef class Window:
         cdef size_t at = <size_t>(<char *>data - self._base)
         return at if <char *>data >= self._base and at + nbytes <= self._length else <size_t>-1
 
+    cdef size_t remote_from(self, const NodeOp *)
     cdef void sweep(self)
     cdef Bound bind(
         self, uint8_t kind, send, recv, int root, str op, cnp.ndarray like, send_counts=*, recv_counts=*

@@ -25,6 +25,8 @@ MOST_RANKS = NODE_MAX_RANKS
 cdef enum: IN_PLACE_FROM_BYTES = 2048
 # Others are read by calls into their process from this size on, which cost 1.3 us before the first byte.
 cdef enum: REMOTE_FROM_BYTES = 1 << 20
+# So many may well read the memory of one process at a time: they share a lock of the kernel there.
+cdef enum: FEW_READERS = 8
 # How long a thread yields before it sleeps: to wake one up takes about as long.
 cdef enum: YIELD_NS = 50000
 
@@ -214,6 +216,12 @@ cdef class Window:
             self.engine._windows.discard(self)
             self._keep = None
 
+    cdef size_t remote_from(self, const NodeOp *o):
+        """Return from how many bytes on others read a contribution by calls into this process."""
+        if o.fold == NULL and self.size <= FEW_READERS:  # it is copied once by them, and twice by way of pieces
+            return NODE_SMALL_BYTES + 1
+        return REMOTE_FROM_BYTES << 4 * (o.kind == NODE_ALL_REDUCE and self.size > 2)
+
     cdef void sweep(self):
         cdef Operation first
         while self._first is not None and self._first.c.state:
@@ -387,7 +395,7 @@ cdef class Bound:
             target = self.window.shared(o.out, nbytes)
         if nbytes >= IN_PLACE_FROM_BYTES and at != <size_t>-1 and target != <size_t>-1:
             o.source, o.in_place, o.out_place = NODE_SHARED, at, target
-        elif nbytes >= <size_t>(REMOTE_FROM_BYTES << 4 * (o.kind == NODE_ALL_REDUCE and self.window.size > 2)) and self.window.c.pid != NULL:
+        elif self.window.c.pid != NULL and nbytes >= self.window.remote_from(o):
             o.source, o.in_place, o.out_place = NODE_REMOTE, <uint64_t>o.source_data, <uint64_t>o.out
 
     cpdef Operation start(self):
