@@ -67,7 +67,7 @@ class VirtualWorld:
         self.engines = [Engine(door, is_thread=True) for door in self.doors]
         self.failure: tuple[int, BaseException] | None = None
         self._stirred = [False] * size
-        self._asleep: dict[int, tuple[int, object]] = {}
+        self._asleep: dict[int, tuple[int, int, object]] = {}  # by thread: a rank may have several
         self._running = set(range(size))
 
     def ring(self) -> None:
@@ -118,14 +118,15 @@ class VirtualWorld:
             elif until_s < float("inf"):
                 engine.sleep(bell, left_s)
             elif not engine.sleep(bell, 0):  # it has looked once more, and will be rung
+                thread = threading.get_ident()
                 try:
                     with self.lock:
-                        self._asleep[rank] = (bell, what)
+                        self._asleep[thread] = rank, bell, what
                         self._raise_deadlock()
                     engine.sleep(bell, left_s)
                 finally:
                     with self.lock:
-                        self._asleep.pop(rank, None)
+                        self._asleep.pop(thread, None)
 
     def _raise_failure(self, rank: int) -> None:
         if self.failure is None or self.failure[0] == rank:
@@ -140,7 +141,7 @@ class VirtualWorld:
 
     def _raise_deadlock(self) -> None:
         # No bell has rung since any of them looked, and all of them sleep: none ever will.
-        stuck = {r: what for r, (bell, what) in self._asleep.items() if self._is_quiet(r, bell)}
+        stuck = {r: what for r, bell, what in self._asleep.values() if self._is_quiet(r, bell)}
         if not self._running <= stuck.keys():
             return
         rows = "\n".join(f"  rank {rank} waits in {what}" for rank, what in sorted(stuck.items()))

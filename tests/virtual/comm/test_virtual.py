@@ -6,11 +6,13 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
 import mpimesh as mm
+from mpimesh.comm import VirtualWorld
 from mpimesh.errors import (
     DeadlockError,
     MismatchError,
@@ -265,6 +267,69 @@ def test_no_thread_is_left():
         with pytest.raises(DeadlockError):
             mm.run_virtual(2, lambda: communicator().wait(lambda: False))
     assert threading.active_count() == before
+
+
+class _LateEngine:
+    """An engine whose first sleeper comes back only when the second one sleeps again."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self._sleepers = []
+        self.both_asleep = threading.Event()
+        self._again = threading.Event()
+
+    def bell(self):
+        return self._engine.bell()
+
+    def sleep(self, bell, longest_s):
+        me = threading.get_ident()
+        if not longest_s:
+            return self._engine.sleep(bell, 0)
+        self._sleepers.append(me)
+        if len(self._sleepers) == 2:
+            self.both_asleep.set()
+        if self._sleepers.count(me) == 2:
+            self._again.set()
+        rung = self._engine.sleep(bell, longest_s)
+        if me == self._sleepers[0]:
+            self._again.wait(10)
+        return rung
+
+
+def test_a_deadlock_is_seen_though_another_thread_of_a_rank_has_gone():
+    world = VirtualWorld(2)
+    late: Any = _LateEngine(world.engines[0])
+    world.engines[0] = late
+    is_here: list[bool] = []
+    ended: list[str] = []
+
+    def wait(rank, ready, what):
+        try:
+            world.sleep(rank, ready, float("inf"), what, None)
+        except DeadlockError as error:
+            ended.append(str(error))
+
+    def begin(*arguments):
+        thread = threading.Thread(target=wait, args=arguments, daemon=True)
+        thread.start()
+        return thread
+
+    helper = begin(0, lambda: bool(is_here), "a message that comes")
+    end_s = time.monotonic() + 10
+    while not late._sleepers:
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+    main = begin(0, lambda: False, "a message that never comes")
+    assert late.both_asleep.wait(10)
+    is_here.append(True)
+    world.ring()
+    helper.join(10)
+    other = begin(1, lambda: False, "one more")
+    for thread in (main, other):
+        thread.join(10)
+        assert not thread.is_alive()
+    assert len(ended) == 2
+    assert "rank 0 waits in a message that never comes" in ended[0]
 
 
 def test_an_interrupt_ends_all_ranks(request):
