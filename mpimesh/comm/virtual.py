@@ -13,7 +13,8 @@ there, and so show it.
 Why no sleep is missed: a rank takes its bell before it looks whether it is done, then asks those
 that it lacks to ring and looks once more. Whatever moves later rings, as does every message and
 split, so the bell has changed or the rank wakes up. And if all ranks that still run have done so,
-and no bell has rung since, none can move.
+and no bell has rung since, none can move. A rank does so when all its threads do that are known:
+its own, and those that have waited before.
 """
 
 from __future__ import annotations
@@ -67,8 +68,14 @@ class VirtualWorld:
         self.engines = [Engine(door, is_thread=True) for door in self.doors]
         self.failure: tuple[int, BaseException] | None = None
         self._stirred = [False] * size
-        self._asleep: dict[int, tuple[int, int, object]] = {}  # by thread: a rank may have several
+        # Of each rank its own thread, once it has entered, and others of it that have waited.
+        self._threads: list[set[threading.Thread]] = [set() for _ in range(size)]
+        self._asleep: dict[threading.Thread, tuple[int, int, object]] = {}
         self._running = set(range(size))
+
+    def enter(self, rank: int) -> None:
+        """Let the calling thread be that of `rank`: while it works, the rank does not wait."""
+        self._threads[rank].add(threading.current_thread())
 
     def ring(self) -> None:
         """Let all ranks look again; called after every change of what is in no window."""
@@ -118,9 +125,10 @@ class VirtualWorld:
             elif until_s < float("inf"):
                 engine.sleep(bell, left_s)
             elif not engine.sleep(bell, 0):  # it has looked once more, and will be rung
-                thread = threading.get_ident()
+                thread = threading.current_thread()
                 try:
                     with self.lock:
+                        self._threads[rank].add(thread)
                         self._asleep[thread] = rank, bell, what
                         self._raise_deadlock()
                     engine.sleep(bell, left_s)
@@ -141,10 +149,18 @@ class VirtualWorld:
 
     def _raise_deadlock(self) -> None:
         # No bell has rung since any of them looked, and all of them sleep: none ever will.
-        stuck = {r: what for r, bell, what in self._asleep.values() if self._is_quiet(r, bell)}
-        if not self._running <= stuck.keys():
-            return
-        rows = "\n".join(f"  rank {rank} waits in {what}" for rank, what in sorted(stuck.items()))
+        stuck = {
+            thread: (rank, what)
+            for thread, (rank, bell, what) in self._asleep.items()
+            if self.engines[rank].bell() == bell
+        }
+        for rank in self._running:
+            # A thread that computes, or waits elsewhere, may yet send what the others wait for.
+            alive = {thread for thread in self._threads[rank] if thread.is_alive()}
+            if not alive or not alive <= stuck.keys():
+                return
+        waits = sorted(stuck.values(), key=lambda wait: wait[0])
+        rows = "\n".join(f"  rank {rank} waits in {what}" for rank, what in waits)
         gone = sorted(set(range(self.size)) - self._running)
         left = f"\n  returned already: ranks {gone}" if gone else ""
         circle = self._circle()
@@ -153,9 +169,6 @@ class VirtualWorld:
         self.failure = (-1, error)
         self.ring()
         raise error
-
-    def _is_quiet(self, rank: int, bell: int) -> bool:
-        return self.engines[rank].bell() == bell
 
 
 class VirtualCommunicator(NodeCommunicator):

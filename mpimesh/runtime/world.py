@@ -480,6 +480,7 @@ def run_virtual(
 
     def main(rank: int) -> None:
         _of_thread.world = worlds[rank]
+        world.enter(rank)
         try:
             results[rank] = function(*arguments, **options)
         except BaseException as error:

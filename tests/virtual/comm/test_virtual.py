@@ -332,6 +332,27 @@ def test_a_deadlock_is_seen_though_another_thread_of_a_rank_has_gone():
     assert "rank 0 waits in a message that never comes" in ended[0]
 
 
+def test_ranks_that_wait_for_one_whose_own_thread_works_are_no_deadlock():
+    """Its other thread sleeps in an all-reduce that comes when it has sent something."""
+
+    def main():
+        with mm.DeviceMesh("a=-1") as mesh:
+            group = mesh.group()
+            if group.rank:
+                group.recv(0).resolve()
+                return group.all_reduce(np.ones(5)).resolve().tolist()
+            handle = group.all_reduce(np.ones(5))
+            found = []
+            helper = threading.Thread(target=lambda: found.append(handle.resolve().tolist()))
+            helper.start()
+            time.sleep(0.1)
+            group.send(np.ones(3), 1).resolve()
+            helper.join()
+            return found[0]
+
+    assert mm.run_virtual(2, main) == [[2.0] * 5] * 2
+
+
 def test_an_interrupt_ends_all_ranks(request):
     """Python gives it to the main thread, and the ranks are others."""
     # A shell starts what runs in its background with the signal ignored, this test run too.
