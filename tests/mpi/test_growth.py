@@ -97,12 +97,12 @@ def test_virtual_ranks(comm):
             mm.run_virtual(3, main)
 
     def meshes() -> None:
-        for _ in range(200):
+        for _ in range(100):
             main()
 
     growths = []
     if comm.rank == 0:
-        growths = [grows_by(teams, 30), *mm.run_virtual(3, lambda: grows_by(meshes, 5))]
+        growths = [grows_by(teams, 20), *mm.run_virtual(3, lambda: grows_by(meshes, 5))]
     for nbytes, files in comm.bcast(growths):
         assert nbytes < 4 * _MORE_BYTES  # each thread has memory of its own from the allocator
         assert files <= 0
