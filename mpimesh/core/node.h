@@ -202,15 +202,11 @@ typedef struct NodeWindow {
 
 /* -- bells ------------------------------------------------------------------------------------ */
 
-/* Who is about to sleep counts itself as asleep, then the kernel compares the bell: one of the two sees the other. */
+/* Who is about to sleep counts itself as asleep, then the kernel compares the bell: one of the two sees the other. By
+ * itself for what is in no window, and waited for by node_sleep_since(). */
 static inline void node_wake(NodeDoor *door) {
     atomic_fetch_add(&door->bell, 1);
     if (atomic_load(&door->asleep)) syscall(SYS_futex, &door->bell, FUTEX_WAKE, INT_MAX, 0, 0, 0);
-}
-
-/* After a store of something that is in no window, and that a rank may wait for by node_sleep_since(). */
-static inline void node_ring_sleeper(NodeDoor *door) {
-    node_wake(door);
 }
 
 /* After a store that others may wait for. The fence keeps the load of `waiters` behind it; the exchange is atomic for a

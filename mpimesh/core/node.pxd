@@ -69,7 +69,7 @@ cdef extern from "node.h":
     uint32_t node_bell(NodeEngine *) nogil
     int node_yield_since(NodeEngine *, uint32_t) nogil
     int node_sleep_since(NodeEngine *, const NodeOp *, long, uint32_t) nogil
-    void node_ring_sleeper(NodeDoor *) nogil
+    void node_wake(NodeDoor *) nogil
     void node_close(NodeWindow *) nogil
     int node_can_read(int, const void *, uint64_t) nogil
     uint64_t node_scratch_bytes(int)

@@ -83,7 +83,7 @@ cdef class Door:
 
     def ring(self):
         """Wake the process up, if it is asleep: there is news for it."""
-        node_ring_sleeper(self.c)
+        node_wake(self.c)
 
 
 cdef class Engine:

@@ -261,7 +261,7 @@ static void *bells(void *arg) {
     for (uint64_t k = 1; k <= 20000; k++) {
         for (uint64_t i = rng(&s) % 64; i--;) NODE_PAUSE();
         atomic_store(mine, k);
-        node_ring_sleeper(&doors[1 - r->rank]);
+        node_wake(&doors[1 - r->rank]);
         for (;;) {
             uint32_t bell = node_bell(r->e);
             if (atomic_load(its) >= k) break;
@@ -275,7 +275,7 @@ static void *bells(void *arg) {
         if (!node_can_read(pid, &secret, 8 - (uint64_t)r->rank) || node_can_read(pid, &secret, 7 + (uint64_t)r->rank) || node_can_read(pid, (void *)8, 0))
             return fprintf(stderr, "rank %d: does not tell whether it can read\n", r->rank), (void *)1;
         /* The other one may end now: not before it has been read. */
-        atomic_store(mine, 20001), node_ring_sleeper(&doors[1 - r->rank]);
+        atomic_store(mine, 20001), node_wake(&doors[1 - r->rank]);
         while (atomic_load(its) < 20001) sched_yield();
     }
     /* Nobody rings: the nap is as long as was asked for. */
