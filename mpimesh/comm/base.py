@@ -30,7 +30,6 @@ from mpimesh.comm.reductions import by_messages
 from mpimesh.comm.region_messages import exchange_by_messages
 from mpimesh.comm.regions import check_regions
 from mpimesh.comm.requests import RecvRequest, Request
-from mpimesh.comm.signatures import Signatures
 from mpimesh.core.call import Counter
 from mpimesh.core.node import Window
 from mpimesh.errors import TransportError
@@ -54,8 +53,10 @@ class Communicator(Counter, ABC):
     size: int
     kind: str = "own"
     """``"mpi"``, ``"virtual"``, or for one of the user's own any other word."""
-    signatures: Signatures | None = None
-    """Operations that the ranks of this node start on it; None if there is nobody to ask."""
+    node: Window | None = None
+    """The ranks of this node, which compare what they start on it; None if there are no others."""
+    node_ranks: Sequence[int] = ()
+    """Their ranks."""
     unread: int = 0
     """Messages that this rank has sent on it, less those that it has begun to receive; kept by the
     runtime."""
@@ -349,8 +350,8 @@ class NodeCommunicator(Communicator):
         """Return what starts a collective of these arrays, as often as wanted."""
         if self.window is None or algorithm not in (None, "node") or name == "exchange_regions":
             return super().prepare(name, arguments, algorithm)
-        start: Callable[[], Request] = getattr(self.window, name)(*arguments).start
-        return start
+        bound: Callable[[], Request] = getattr(self.window, name)(*arguments)
+        return bound
 
     def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Any:
         """Reduce over all ranks into `recv` on each; ``send=None`` means `recv` is the input."""

@@ -26,7 +26,6 @@ from mpimesh.comm.over_nodes import OverNodes
 from mpimesh.comm.region_shared import SharedRegions
 from mpimesh.comm.requests import Request
 from mpimesh.comm.shared_window import CELL_BYTES, SharedWindow
-from mpimesh.comm.signatures import BOARD_BYTES, Signatures
 from mpimesh.core.node import LANE_BYTES, LANE_HEAD_BYTES, MOST_RANKS, Window
 from mpimesh.errors import TransportError
 from mpimesh.layout.boxes import Regions
@@ -112,7 +111,7 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
         self.doors = self._plain.doors = [doors.get(rank) for rank in range(self.size)]
         self._regions = SharedRegions(window, engine, self._plain, window, self._neighbours)
         if len(nodes) == 1:
-            self.window = self._here
+            self.window = self.node = self._here
             return Algorithms.only("node", "in memory that the ranks of the node share")
         self._levels = OverNodes(self._here, nodes, self._comm, self._chunk_setting)
         from_bytes = 1 if self._mode == "always" else _LEVELS_FROM_BYTES
@@ -137,13 +136,14 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
         comm, size, arena = self._comm, self.size, self._node.arena
         # The ranks must have the same number to move arrays through shared memory; 0 moves none.
         agreeing = ("never", "auto", "always").index(self._mode)
-        lane_at = -(-(BOARD_BYTES + CELL_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+        lane_at = -(-CELL_BYTES // _PAGE_BYTES) * _PAGE_BYTES
         kept, at = None, -1
         if arena is not None:
             # Of which only what is touched costs memory.
-            kept = arena.empty(lane_at + LANE_BYTES)
+            kept = arena.empty(lane_at + 2 * LANE_BYTES)
             if kept is not None:
                 kept[: lane_at + LANE_HEAD_BYTES] = 0
+                kept[lane_at + LANE_BYTES :][:LANE_HEAD_BYTES] = 0
                 at = arena.find(kept)
         mine = np.array([*_own_cores(), *self._node.address, at, agreeing], np.int64)
         rows = np.empty((size, mine.size), np.int64)
@@ -188,19 +188,21 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
         self._kept = kept
         place, starts = members.index(self.rank), table[members, -2].tolist()
         doors = [door_of(memory) for memory in memories]
-        if len(members) > 1:
-            boards = [m[at : at + BOARD_BYTES] for m, at in zip(memories, starts, strict=True)]
-            self.signatures = Signatures(place, members, boards, doors)
+        lanes = [start + lane_at for start in starts]
+        self.node_ranks = members
+        if (refused or len(nodes) > 1) and 1 < len(members) <= MOST_RANKS:
+            # Beside the collectives' own, in which several may be under way that go over nodes.
+            compared = [lane + LANE_BYTES for lane in lanes]
+            self.node = Window(core, place, memories, compared, doors, keep=kept)
         if not refused:
             window = self._window = SharedWindow(
                 place,
                 memories,
-                [at + BOARD_BYTES for at in starts],
+                starts,
                 arena,
                 lambda: comm.Iprobe(MPI.ANY_SOURCE, _POKE_TAG),
                 doors=doors,
             )
-            lanes = [start + lane_at for start in starts]
             pids = table[members, 1].tolist() if could[1] else ()
             self._here = Window(core, place, memories, lanes, window.doors, pids, kept)
             self.lending = Lending(arena, dict(zip(members, memories, strict=True)), window.fence)
@@ -297,8 +299,8 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
         """Give the MPI communicator and the memory back, unless somebody may still use them."""
         if self._freed or MPI.Is_finalized():
             return
-        if self.signatures is not None:
-            self.signatures.close()
+        if self.node is not None:
+            self.node.close()
         if self._kept is not None:
             # What was given up by an error must not go on in memory that is used again.
             if self._here is not None:
@@ -316,7 +318,7 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
             self.lending.close(self._node.keep)
         rail = None if self._levels is None else self._levels.rail
         self._levels = self._regions = self._kept = None
-        self._window = self._here = self.window = self.lending = None
+        self._window = self._here = self.window = self.node = self.lending = None
         self._once.clear()
         if self._freed:
             self.free_device()

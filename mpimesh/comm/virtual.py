@@ -32,7 +32,6 @@ from mpimesh.comm.algorithms import Algorithms
 from mpimesh.comm.base import NodeCommunicator
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.requests import Condition, Mailbox, RecvRequest, Request
-from mpimesh.comm.signatures import BOARD_BYTES, Signatures
 from mpimesh.core.node import DOOR_BYTES, LANE_BYTES, Door, Engine, Window
 from mpimesh.errors import DeadlockError, RemoteError, on_all_ranks
 
@@ -186,8 +185,9 @@ class VirtualCommunicator(NodeCommunicator):
         self.world_ranks = world_ranks
         self._context = context
         doors = [world.doors[one] for one in world_ranks]
-        self.signatures = context.signatures(rank, doors)
         self.window = context.window(world.engines[world_ranks[rank]], rank, doors)
+        if self.size > 1:
+            self.node, self.node_ranks = self.window, range(self.size)
         self._splits = 0
 
     def algorithms(self) -> Algorithms:
@@ -323,13 +323,7 @@ class _Context:
         self.splits: dict[int, _Split] = {}
         self.offers: dict[int, HostArray] = {}
         self.num_offers = 0
-        self._boards = [np.zeros(BOARD_BYTES, np.uint8) for _ in range(size)]
         self._lanes = _zeros(size, LANE_BYTES)
-
-    def signatures(self, rank: int, doors: list[Door]) -> Signatures | None:
-        """Return what the ranks compare with each other; None for a rank alone."""
-        size = len(doors)
-        return Signatures(rank, range(size), self._boards, doors) if size > 1 else None
 
     def window(self, engine: Engine, rank: int, doors: list[Door]) -> Window:
         """Return the ranks as `rank` starts operations among them."""

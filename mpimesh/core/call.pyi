@@ -1,11 +1,11 @@
-from collections.abc import Sequence
+from collections.abc import Callable
 from types import CodeType
 from typing import Any, Generic, TypeAlias
 
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
-from mpimesh.core.node import Bound
+from mpimesh.core.node import Operation
 
 T_co = TypeVar("T_co", covariant=True, default=Any)
 
@@ -26,20 +26,11 @@ class CallRecord:
     peers: tuple[int, ...] | None
     site: Site
     hint: str
-    signatures: Any
+    posted: Operation | None
     number: int
     record: int
-    word: int
     ended: bool
     planned: bool
-
-class Board:
-    apart: int
-    open: bool
-    def __init__(self, place: int, boards: Sequence[NDArray[Any]], slots: int) -> None: ...
-    def post(self, number: int, digest: int) -> int: ...
-    def agrees(self, number: int, word: int) -> bool: ...
-    def found(self, place: int, number: int) -> None: ...
 
 class Counter:
     started: int
@@ -75,31 +66,72 @@ class Handle(Generic[T_co]):
     _call: Any
     _resolved: bool
     _interrupted: bool
-    def _begin(self) -> None: ...
+    def __init__(
+        self,
+        group: Any,
+        call: CallRecord,
+        request: Any,
+        finish: Callable[[], Any] | None = None,
+        unlock: Callable[[], None] | None = None,
+        value: Any = None,
+        scope: Any = None,
+        operand: Any = None,
+        nbytes: int = 0,
+    ) -> None: ...
+    def _compared(self) -> Operation | None: ...
     def _end(self, failed: bool) -> None: ...
     def resolve(self, timeout_s: float | None = None) -> T_co: ...
 
-class Direct:
+class PlanRecord:
+    name: str
+    rule: str
+    compared: object
+    kind: object
+    shape_in: tuple[int, ...]
+    shape: tuple[int, ...] | None
+    receives: Any
+    also: Any
+    tally: Any
+    nbytes: int
+    digest: int
+    in_place: bool
+    unequal: bool
+    def __init__(self, nbytes: int = 0, receives: Any = None, unequal: bool = False) -> None: ...
+
+class Prepared:
+    plan: PlanRecord
+    begin: Callable[[], Any]
+    value: Any
+    finish: Callable[[], Any] | None
+    scope: Any
+    arguments: tuple[Any, ...]
     busy: bool
     def __init__(
         self,
-        call: CallRecord,
-        bound: Bound,
-        digest: int,
-        counter: Counter,
-        nbytes: int,
-        shape: tuple[int, ...] | None = None,
-        in_place: bool = False,
+        plan: PlanRecord,
+        begin: Callable[[], Any],
         value: Any = None,
+        finish: Callable[[], Any] | None = None,
+        scope: Any = None,
+        arguments: tuple[Any, ...] = (),
     ) -> None: ...
 
-class Caller:
+class Starter:
     closed: bool
     def __init__(
-        self, core: Any, communicator: Any, handle: type[Any], call: type[Any]
+        self,
+        core: Any,
+        communicator: Any,
+        handle: type[Any],
+        call: type[Any],
+        digest: Callable[..., int],
+        checks: bool,
     ) -> None: ...
     def run(
         self, make: Any, x: Any, out: Any, label: str | None, options: tuple[Any, ...]
     ) -> Any: ...
-    def barrier(self) -> Any: ...
-    def again(self, planned: Direct) -> Any: ...
+    def barrier(self, label: str | None) -> Any: ...
+    def submit(self, call: CallRecord, prepared: Prepared, lock: Any = None) -> Any: ...
+    def begin(self, call: CallRecord, prepared: Prepared, begin: Callable[[], Any]) -> Any: ...
+    def post(self, call: CallRecord, plan: PlanRecord) -> bool: ...
+    def again(self, call: CallRecord, prepared: Prepared) -> Any: ...

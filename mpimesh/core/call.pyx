@@ -1,18 +1,20 @@
-"""Calls of operations, compiled: their records, their comparison over the ranks of a node, their handles."""
+"""Calls of operations, compiled: their records, their starts, their handles."""
 
 cimport numpy as cnp
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.ref cimport Py_INCREF
 from cpython.bytes cimport PyBytes_AS_STRING
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t
 from libc.string cimport memcpy
 from posix.time cimport CLOCK_REALTIME, clock_gettime, timespec
 
-from mpimesh.core.node cimport NODE_DONE, NODE_MAX_RANKS, Bound, Operation, Window
+from mpimesh.core.node cimport (
+    NODE_BROADCAST, NODE_DONE, NODE_GATHER, NODE_REDUCE, NODE_SCATTER, Bound, Operation, Window
+)
 
 import sys
 from collections import deque
-from types import CodeType, GenericAlias
+from types import CodeType, GeneratorType, GenericAlias
 
 import numpy
 
@@ -76,88 +78,13 @@ def call_site():
 cdef class CallRecord:
     """The facts of a call: see :class:`mpimesh.runtime.call.Call`."""
 
-    cdef public object name, group, rule, shape, dtype, label, compared, peers, site, hint, signatures
-    cdef public long number, record, word
+    cdef public object name, group, rule, shape, dtype, label, compared, peers, site, hint
+    cdef public Operation posted
+    cdef public long number, record
     cdef public bint ended, planned
 
     def __cinit__(self):
         self.rule = self.dtype = self.hint = ""
-
-
-# -- the comparison of what the ranks of a node start -------------------------------------------------
-
-cdef class Board:
-    """The words of the ranks of one communicator that share a node: see `comm/signatures.py`.
-
-    Args:
-        place: Which of them is this rank.
-        boards: The board of each, as bytes.
-        slots: Words on each board; a power of two.
-
-    Attributes:
-        apart: The first operation in which this rank has found a mismatch; 0 for none.
-        open: Whether words are compared.
-    """
-
-    cdef list _boards
-    cdef int64_t *_words[NODE_MAX_RANKS]
-    cdef int _place, _size
-    cdef long _last
-    cdef uint64_t _total
-    cdef public long apart
-    cdef public bint open
-
-    def __init__(self, int place, boards, long slots):
-        cdef cnp.ndarray board
-        cdef int q
-        if not 0 < len(boards) <= NODE_MAX_RANKS:
-            raise ValueError(f"a board is for at most {NODE_MAX_RANKS} ranks")
-        self._place, self._size, self._boards = place, len(boards), list(boards)
-        self.open, self._last = True, slots - 1
-        for q in range(self._size):
-            board = boards[q]
-            if cnp.PyArray_NBYTES(board) < 8 * slots:
-                raise ValueError("a board has a word for each of its slots")
-            self._words[q] = <int64_t *>cnp.PyArray_DATA(board)
-
-    cpdef long long post(self, long number, long digest) except? -2:
-        """Post what this rank is about to start as operation `number`, by its digest.
-
-        Returns:
-            The word, to be compared later; 0 if all others have posted the same already; -1 if
-            another rank has started something else: then it must not be started.
-        """
-        cdef int64_t word, theirs, left = 0
-        cdef int q
-        if self.apart:
-            return -1
-        self._total = (3 * self._total + <uint64_t>digest) & 0xFFFFFFF
-        word = <int64_t>number << 28 | <int64_t>self._total
-        (<volatile int64_t *>self._words[self._place])[number & self._last] = word
-        if not self.open:
-            return 0
-        for q in range(self._size):
-            theirs = (<volatile int64_t *>self._words[q])[number & self._last]
-            if theirs != word:
-                left = word
-                if theirs >> 28 == number:
-                    self.found(q, number)
-                    return -1
-        return left
-
-    cpdef bint agrees(self, long number, long long word) except -1:
-        """Tell whether no rank is known to have started something else as operation `number`."""
-        cdef int64_t theirs
-        cdef int q
-        for q in range(self._size if self.open else 0):
-            theirs = (<volatile int64_t *>self._words[q])[number & self._last]
-            if theirs != word and theirs >> 28 == number:
-                return False
-        return True
-
-    def found(self, int place, long number):
-        """Take note that the rank at `place` has started something else up to `number`."""
-        raise NotImplementedError
 
 
 # -- what every start reads ------------------------------------------------------------------------
@@ -277,7 +204,8 @@ cdef class Handle:
     wait for the other one, on the device and not on the host (`_event`).
     """
 
-    cdef public object _group, _request, _finish, _unlock, _value, _prepared, _operand, _scope, _event, _error
+    cdef public object _group, _request, _finish, _unlock, _value, _operand, _scope, _event, _error
+    cdef public Prepared _prepared
     cdef public CallRecord _call
     cdef public bint _resolved, _interrupted
     cdef OpenWork _work
@@ -286,10 +214,29 @@ cdef class Handle:
 
     __class_getitem__ = classmethod(GenericAlias)
 
-    def _begin(self):
-        """Take note that it is started and not resolved."""
-        self._work, self._state = self._group.open_work, self._group.progress
+    def __init__(
+        self, group, CallRecord call, request, finish=None, unlock=None, value=None, scope=None, operand=None, nbytes=0
+    ):
+        """Take note of what has started.
+
+        Args:
+            group: Who has started it.
+            call: What was called.
+            request: What the transport has started.
+            finish: Makes the result of what comes; None if that is the result.
+            unlock: Makes the caller's array writable again.
+            value: What comes; None for the value of the request's steps.
+            scope: The stream that it works on, if any.
+            operand: The caller's array, to be kept alive.
+            nbytes: Bytes that this rank puts in.
+        """
+        self._group, self._call, self._request, self._finish, self._unlock = group, call, request, finish, unlock
+        self._value, self._scope, self._operand = value, scope, operand
+        self._work, self._state = group.open_work, group.progress
         self._work.add(self)
+        self._state.calls.append(call)
+        if self._state.recorder is not None:
+            self._state.recorder.start(group, call, nbytes)
 
     def resolve(self, timeout_s=None):
         """Wait for this operation and return its result; a second call returns the same.
@@ -330,7 +277,7 @@ cdef class Handle:
         if operation.c.state != NODE_DONE:
             return self._resolve(None)
         operation.bound.window.sweep()
-        if self._call.signatures is not None and not (<Board>self._call.signatures).agrees(self._call.number, self._call.word):
+        if operation.c.kind in (NODE_REDUCE, NODE_GATHER, NODE_BROADCAST, NODE_SCATTER) and operation.differs():
             return self._resolve(None)
         if self._prepared is not None:
             self._prepared.busy = False
@@ -338,13 +285,17 @@ cdef class Handle:
         self._end(False)
         return self._value
 
+    def _compared(self):
+        """Return what the ranks of its node compare it by; None if they do not, or it is over."""
+        return self._request if type(self._request) is Operation else self._call.posted
+
     cpdef _end(self, bint failed):
         """Take note that it is over for this rank."""
         self._call.ended = True
         self._work.remove(self)
         if self._state.recorder is not None:
             self._state.recorder.end(self._call, failed)
-        self._operand = self._request = None
+        self._operand = self._request = self._call.posted = None
         self._resolved = True  # last: whatever ends this before, it can be done again
 
     def __del__(self):
@@ -355,62 +306,35 @@ cdef class Handle:
             self._warn()
 
 
-# -- starts ------------------------------------------------------------------------------------------
+# -- plans -------------------------------------------------------------------------------------------
 
-cdef class Direct:
-    """A collective of a window, worked out but for the arrays, or planned with them.
+cdef class PlanRecord:
+    """The facts of a plan that each start reads: see :class:`mpimesh.runtime.plan.Plan`.
 
-    Args:
-        call: What is called.
-        bound: Bound to arrays like those to come, whose tables are used; or to those of the plan.
-        digest: Of what the ranks compare.
-        counter: Counts its starts.
-        nbytes: Bytes that this rank puts in.
-        shape: The result's; None if this rank gets none.
-        in_place: Whether an array may be its own result.
-        value: The result of what is planned.
-
-    Attributes:
-        busy: Whether what is planned is under way, or has failed.
+    One without a name is that of an operation which has no more: its calls have names of their own.
     """
 
-    cdef public bint busy
-    cdef object value
-    cdef CallRecord call
+    cdef public object name, rule, compared, kind, shape_in, receives, also
+    cdef public Counter tally
+    cdef public tuple shape
+    cdef public long nbytes, digest
+    cdef public bint in_place, unequal
+    # For a window: bound to arrays like those to come, whose tables are used; None if it takes more to start it.
     cdef Bound bound
-    cdef Counter counter
-    cdef tuple shape
-    cdef bint in_place
-    cdef long digest, nbytes
-    cdef object site  # of the last call that was recorded, and what was written of it
-    cdef bytes text
-    cdef size_t sends, receives
+    cdef size_t sends, takes
     cdef int ndim
     cdef cnp.npy_intp sizes[64]  # the most axes that NumPy has
+    # What the flight record says of the call that was recorded last.
+    cdef object site
+    cdef bytes text
     # What the next call must be for this one to be used.
     cdef object make, descr
     cdef tuple options
     cdef cnp.ndarray like
-    cdef Direct next
+    cdef PlanRecord next
 
-    def __init__(
-        self,
-        CallRecord call,
-        Bound bound,
-        long digest,
-        Counter counter,
-        long nbytes,
-        tuple shape=None,
-        bint in_place=False,
-        value=None,
-    ):
-        self.call, self.bound, self.digest, self.counter = call, bound, digest, counter
-        self.nbytes, self.shape, self.in_place, self.value = nbytes, shape, in_place, value
-        self.sends = 0 if bound.send is None else cnp.PyArray_NBYTES(bound.send)
-        self.receives = 0 if bound.recv is None else cnp.PyArray_NBYTES(bound.recv)
-        self.ndim = 0 if shape is None else len(shape)
-        for axis in range(self.ndim):
-            self.sizes[axis] = shape[axis]
+    def __init__(self, long nbytes=0, receives=None, bint unequal=False):
+        self.nbytes, self.receives, self.unequal = nbytes, receives, unequal
 
     cdef bint fits(self, make, cnp.ndarray x, tuple options) except -1:
         """Tell whether a call is like the one that this was made for."""
@@ -434,7 +358,35 @@ cdef bint _same(tuple options, tuple others) except -1:
     return True
 
 
+cdef class Prepared:
+    """A plan bound to arrays, to be started.
+
+    Args:
+        plan: How it is counted and compared.
+        begin: Starts it: gives one request, or several steps.
+        value: What comes, which is the result if it needs no more work.
+        finish: The work that makes the result of what comes, if any.
+        scope: The stream that it works on, if it may be on device memory.
+        arguments: Those of the transport's method; empty if it is none.
+
+    Attributes:
+        busy: Whether a start is under way, or has failed, so that it cannot be started again.
+    """
+
+    cdef public PlanRecord plan
+    cdef public object begin, value, finish, scope
+    cdef public tuple arguments
+    cdef public bint busy
+
+    def __init__(self, PlanRecord plan not None, begin, value=None, finish=None, scope=None, tuple arguments=()):
+        self.plan, self.begin, self.value, self.finish = plan, begin, value, finish
+        self.scope, self.arguments = scope, arguments
+
+
+# -- starts ------------------------------------------------------------------------------------------
+
 cdef enum: RECENT = 8
+cdef enum: MOST_PLANS = 256
 # Results from this size on come from a pool, or lie in shared memory as their operands do.
 cdef enum: SMALL_RESULT_BYTES = 32768
 
@@ -452,188 +404,279 @@ cdef inline _new(object kind):
     return (<PyTypeObject *>kind).tp_new(<type>kind, <PyObject *>_EMPTY, NULL)
 
 
-cdef class Caller:
-    """The calls of one group that are alike earlier ones: no plan, no copy, no queue.
+cdef class Starter:
+    """The starts of one group's operations on one rank.
 
     Args:
-        core: The group, whose `run` takes all others.
-        communicator: Its transport, which has a window.
+        core: The group.
+        communicator: Its transport.
         handle: Makes the handle of a call.
         call: Makes the record of a call.
+        digest: Gives the digest of a signature.
+        checks: Whether the ranks compare each call by messages before it starts.
 
     Attributes:
         closed: Whether the group is closed.
     """
 
     cdef public bint closed
-    cdef object core, context, traffic, progress, note, _handle, _call
+    cdef object core, context, traffic, progress, note, digest, _handle, _call
     cdef Counter communicator
     cdef State state
     cdef str name
-    cdef Window window
+    cdef Window window, node
     cdef OpenWork open_work
-    cdef Board board
-    cdef dict _known
-    cdef Direct _recent, _barrier
+    cdef bint checks
+    cdef dict plans
+    cdef PlanRecord recent
+    cdef Prepared _barrier
 
-    def __init__(self, core, communicator, handle, call):
-        self.core, self.communicator, self.window = core, communicator, communicator.window
-        self.context, self.progress = core.context, core.progress
-        self.state, self.note = core.progress, core.progress.calls.append
-        self.traffic, self.open_work = core.context.traffic, core.open_work
-        self.name, self.board = core.name, communicator.signatures
-        self._handle, self._call, self._known = handle, call, {}
+    def __init__(self, core, communicator, handle, call, digest, bint checks):
+        self.core, self.communicator, self.window, self.checks = core, communicator, communicator.window, checks
+        self.node = None if checks else communicator.node
+        self.context, self.progress, self.state = core.context, core.progress, core.progress
+        self.note, self.traffic, self.open_work = core.progress.calls.append, core.context.traffic, core.open_work
+        self.name, self.digest, self._handle, self._call, self.plans = core.name, digest, handle, call, {}
 
     def run(self, make, x, out, label, tuple options):
-        """Start a collective, as `run` of the group does."""
-        cdef Direct direct = None
-        if type(x) is not cnp.ndarray or label is not None:
-            return self.core.run(make, x, out, label, options)
-        direct = self.find(make, <cnp.ndarray>x, options)
-        if direct is not None:
-            try:
-                found = self.start(direct, <cnp.ndarray>x, out)
-            except Exception as error:
-                self.core.fail(direct.call.name, error)
-            if found is not None:
-                return found
-        found = self.core.run(make, x, out, label, options)
-        if direct is None:
-            self.learn(make, <cnp.ndarray>x, options)
-        return found
+        """Start the collective that `make` plans, by the plan of the last call alike.
 
-    def barrier(self):
-        """Start a barrier, as `start_barrier` of the group does; None if that must do it."""
-        if self._barrier is None:
-            self._barrier = self.core.direct_barrier(self.window)
-        if not self.ready():
-            return None
-        return self.launch(self._barrier, self._barrier.bound, self.new_call(self._barrier.call), None)
-
-    def again(self, Direct planned not None):
-        """Start what is planned once more; None if that takes more than to start it."""
+        Args:
+            make: Plans it: called with the group, the array as the group moves it, and `options`.
+            x: The caller's array.
+            out: The caller's array for the result.
+            label: The caller's name for the call.
+            options: Its arguments. The plan is kept if they are numbers of type int, names or None.
+        """
+        cdef PlanRecord plan
         cdef Handle handle
-        if planned.busy or not planned.call.ended or not self.ready():
-            return None
-        if planned.value is not None and not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>planned.value):
-            return None
-        handle = self.launch(planned, planned.bound, planned.call, planned.value)
-        if handle is not None:
-            planned.busy, planned.call.ended, handle._prepared = True, False, planned
+        try:
+            data = x if type(x) is cnp.ndarray else self.core.operand(x)
+            plan = self.find(make, data, options)
+            if plan is not None and plan.bound is not None and label is None and x is data:
+                handle = self.start(plan, <cnp.ndarray>x, out)
+                if handle is not None:
+                    return handle
+            if self.closed or self.context.closed:
+                self.core.refuse(plan.name if plan is not None else make.__name__[5:])
+            if plan is None:
+                plan = self.core.plan(make, data, *options)
+                self.keep(plan, make, data, options)
+            prepared = plan.bind(self.core, x, data, out)
+            return self.submit(self.new_call(plan, label), prepared, x)
+        except Exception as error:
+            self.core.fail(make.__name__[5:], error)
+
+    def barrier(self, label):
+        """Start a barrier."""
+        cdef Prepared prepared = self._barrier
+        if prepared is None:
+            prepared = self._barrier = self.core.plan_barrier()
+        if label is None and type(prepared.begin) is Bound and self.ready():
+            return self.launch(prepared.plan, <Bound>prepared.begin, self.new_call(prepared.plan, None), None)
+        return self.submit(self.new_call(prepared.plan, label), prepared)
+
+    def submit(self, CallRecord call not None, Prepared prepared not None, lock=None):
+        """Start one collective of the group in its turn, and give its handle out.
+
+        Args:
+            call: What is called, with all that must agree over ranks.
+            prepared: The operation; free to be started again when it has ended well.
+            lock: The caller's input, which must not change meanwhile: with checks on, a NumPy
+                array is read-only until then.
+
+        Raises:
+            BudgetError: If it receives more than a budget has left.
+        """
+        cdef PlanRecord plan = prepared.plan
+        cdef Handle handle
+        cdef bint counts = True
+        begin, scope, unlock = prepared.begin, prepared.scope, None
+        if self.closed or self.context.closed:
+            self.core.refuse(call.name)
+        if self.traffic.budgets:
+            begin, counts = self.core.within_budget(call, prepared)
+        if scope is not None:
+            begin = self.core.in_scope(scope, begin)
+        if self.checks:
+            unlock = self.core.lock(lock, call)
+        call.number = self.communicator.started = self.communicator.started + 1
+        if self.checks or plan.also is not None or (self.state.tails and self.progress.busy(self.communicator)):
+            request = self.progress.stage(self.communicator, self.core.in_turn(call, prepared, begin))
+        else:
+            request = self.begin(call, prepared, begin)
+            if type(request) is GeneratorType:
+                request = self.progress.stage(self.communicator, request)
+        if plan.tally is not None and counts:
+            plan.tally.started += 1
+        else:
+            self.core.count(call, plan, counts)
+        handle = self._handle(
+            self.core, call, request, prepared.finish, unlock, prepared.value, scope, lock, plan.nbytes
+        )
+        handle._prepared = prepared
         return handle
 
-    cdef Direct find(self, make, cnp.ndarray x, tuple options):
-        """Return what a call alike has left; None for none."""
-        cdef Direct direct = self._recent
-        cdef int looked = 0
-        while direct is not None and looked < RECENT:
-            if direct.fits(make, x, options):
-                return direct
-            direct, looked = direct.next, looked + 1
-        if looked < RECENT:
-            return None
-        key = self.key(make, x, options)
-        return None if key is None else <Direct>self._known.get(key)
+    def begin(self, CallRecord call not None, Prepared prepared not None, begin):
+        """Start what was called now, with what the ranks compare: a request, or several steps.
 
-    cdef key(self, make, cnp.ndarray x, tuple options):
+        Args:
+            call: What was called.
+            prepared: The operation.
+            begin: Starts it, in the place of what `prepared` has for that.
+        """
+        cdef Bound bound
+        if self.node is None:
+            return begin()
+        if type(prepared.begin) is Bound and call.posted is None:
+            bound = <Bound>prepared.begin
+            bound.c.call = <unsigned int>call.number
+            if prepared.plan.digest:
+                bound.c.digest = <unsigned int>prepared.plan.digest
+        elif self.post(call, prepared.plan):
+            return call.posted  # whose test raises
+        return begin()
+
+    def post(self, CallRecord call not None, PlanRecord plan not None):
+        """Post what does not go by the window, for the ranks to compare; tell whether they are known to differ."""
+        if self.node is None or call.posted is not None:
+            return False
+        if not plan.digest:
+            plan.digest = self.digest(self.node, (call.name, call.rule, call.compared, call.dtype))
+        call.posted = self.node.post(<unsigned int>plan.digest, <unsigned int>call.number)
+        return call.posted.differs()
+
+    def again(self, CallRecord call not None, Prepared prepared not None):
+        """Start what is planned once more; None if that takes more than its window."""
+        cdef PlanRecord plan = prepared.plan
+        cdef Handle handle
+        if prepared.busy or not call.ended or type(prepared.begin) is not Bound or prepared.finish is not None:
+            return None
+        if plan.also is not None or plan.tally is None or not self.ready():
+            return None
+        if type(prepared.value) is cnp.ndarray and not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>prepared.value):
+            return None
+        handle = self.launch(plan, <Bound>prepared.begin, call, prepared.value)
+        prepared.busy, call.ended, handle._prepared = True, False, prepared
+        return handle
+
+    cdef PlanRecord find(self, make, x, tuple options):
+        """Return the plan of a call alike; None for none."""
+        cdef PlanRecord plan = self.recent if type(x) is cnp.ndarray else None
+        cdef int looked = 0
+        while plan is not None and looked < RECENT:
+            if plan.fits(make, <cnp.ndarray>x, options):
+                return plan
+            plan, looked = plan.next, looked + 1
+        key = self.key(make, x, options)
+        return None if key is None else <PlanRecord>self.plans.get(key)
+
+    cdef key(self, make, x, tuple options):
         """Return what calls alike have in common; None if that is no value."""
         for option in options:
             if not (option is None or type(option) is int or isinstance(option, str)):
                 return None
         # NumPy may have two equal types, long and long long: the result has the type of the input.
-        return make, options, <object>cnp.PyArray_DESCR(x), cnp.PyArray_TYPE(x), (<object>x).shape
+        return make, options, type(x), x.dtype, x.dtype.num, x.shape
 
-    cdef learn(self, make, cnp.ndarray x, tuple options):
-        """Keep what the next call alike needs, if it can go directly, or that it cannot."""
-        cdef Direct direct
-        if not cnp.PyArray_IS_C_CONTIGUOUS(x) or not cnp.PyArray_ISALIGNED(x):
-            return
+    cdef keep(self, PlanRecord plan, make, x, tuple options):
+        """Keep a plan for the next call alike."""
         key = self.key(make, x, options)
-        if key is None or key in self._known or len(self._known) >= 256:
+        if key is None:
             return
-        self._known[key] = direct = <Direct>self.core.directly(make, x, options)
-        if direct is None:
+        if len(self.plans) >= MOST_PLANS:
+            self.plans.clear()
+            self.recent = None
+        self.plans[key] = plan
+        if self.window is None or self.checks or type(x) is not cnp.ndarray:
             return
-        direct.make, direct.descr, direct.options = make, <object>cnp.PyArray_DESCR(x), options
-        direct.like = numpy.broadcast_to(numpy.empty((), x.dtype), (<object>x).shape)
-        direct.bound.send = direct.bound.recv = None  # its tables are what is kept
-        direct.next, self._recent = self._recent, direct
+        plan.bound = <Bound>plan.tables(self.window, x.dtype)
+        if plan.bound is None:
+            return
+        plan.make, plan.descr, plan.options = make, x.dtype, options
+        plan.like = numpy.broadcast_to(numpy.empty((), x.dtype), x.shape)
+        plan.sends = 0 if plan.bound.send is None else cnp.PyArray_NBYTES(plan.bound.send)
+        plan.takes = 0 if plan.bound.recv is None else cnp.PyArray_NBYTES(plan.bound.recv)
+        plan.ndim = 0 if plan.shape is None else len(plan.shape)
+        for axis in range(plan.ndim):
+            plan.sizes[axis] = plan.shape[axis]
+        plan.bound.send = plan.bound.recv = None  # its tables are what is kept
+        plan.next, self.recent = self.recent, plan
 
     cdef bint ready(self) except -1:
-        """Tell whether a start needs nothing else: no budget, no turn."""
+        """Tell whether a start needs nothing else: no budget, no turn, no checks."""
         return not (
             self.closed
+            or self.checks
             or self.context.closed
             or self.traffic.budgets
             or (self.state.tails and self.progress.busy(self.communicator))
         )
 
-    cdef Handle start(self, Direct direct, cnp.ndarray x, out):
-        """Start it on these arrays; None if they need more work."""
+    cdef Handle start(self, PlanRecord plan, cnp.ndarray x, out):
+        """Start a plan on these arrays; None if they need more work."""
         cdef cnp.ndarray target = None
         cdef Bound bound
         cdef char *source = <char *>cnp.PyArray_DATA(x)
         cdef char *result
         if not self.ready() or not cnp.PyArray_IS_C_CONTIGUOUS(x) or not cnp.PyArray_ISALIGNED(x):
             return None
-        if direct.shape is None:  # what `out` of another rank must be, this one must be, too
+        if plan.shape is None:  # what `out` of another rank must be, this one must be, too
             if out is not None and (type(out) is not cnp.ndarray or not _is_plain(<cnp.ndarray>out)):
                 return None
         elif out is None:
-            if direct.receives < SMALL_RESULT_BYTES:
+            if plan.takes < SMALL_RESULT_BYTES:
                 Py_INCREF(x.descr)  # which the next call takes
-                target = <cnp.ndarray>PyArray_Empty(direct.ndim, direct.sizes, x.descr, 0)
+                target = <cnp.ndarray>PyArray_Empty(plan.ndim, plan.sizes, x.descr, 0)
             else:
-                target = self.core.empty(direct.shape, x.descr, numpy, x)
+                target = self.core.empty(plan.shape, x.descr, numpy, x)
         elif out is x:
-            if not direct.in_place or not cnp.PyArray_ISWRITEABLE(x):
+            if not plan.in_place or not cnp.PyArray_ISWRITEABLE(x):
                 return None
             target = x
         elif type(out) is cnp.ndarray:
             target = <cnp.ndarray>out
-            if target.descr is not x.descr or (<object>target).shape != direct.shape:
+            if target.descr is not x.descr or (<object>target).shape != plan.shape:
                 return None
             if not _is_plain(target):
                 return None
             result = <char *>cnp.PyArray_DATA(target)
-            if source < result + direct.receives and result < source + direct.sends:
+            if source < result + plan.takes and result < source + plan.sends:
                 return None
         else:
             return None
         bound = Bound.__new__(Bound)
-        bound.c, bound.window, bound.send, bound.recv = direct.bound.c, self.window, x, target
-        bound.tables = direct.bound
+        bound.c, bound.window, bound.send, bound.recv = plan.bound.c, self.window, x, target
+        bound.tables = plan.bound
         bound.c.source_data = source
         bound.c.out = NULL if target is None else <char *>cnp.PyArray_DATA(target)
         bound.place()
-        return self.launch(direct, bound, self.new_call(direct.call), target)
+        return self.launch(plan, bound, self.new_call(plan, None), target)
 
-    cdef CallRecord new_call(self, CallRecord like):
-        """Return the record of a call made here."""
-        cdef CallRecord call = <CallRecord>_new(self._call)
-        call.name, call.group, call.rule, call.shape = like.name, self.name, like.rule, like.shape
-        call.dtype, call.compared, call.site = like.dtype, like.compared, _site()
+    cdef CallRecord new_call(self, PlanRecord plan, label):
+        """Return the record of a call of a plan made here."""
+        cdef CallRecord call
+        if label is not None:
+            return self._call(plan.name, self.name, plan.rule, plan.shape_in, plan.kind, label, plan.compared)
+        call = <CallRecord>_new(self._call)
+        call.name, call.group, call.rule, call.shape = plan.name, self.name, plan.rule, plan.shape_in
+        call.dtype, call.compared, call.site = plan.kind, plan.compared, _site()
         return call
 
-    cdef Handle launch(self, Direct direct, Bound bound, CallRecord call, value):
-        """Start what is bound, and give its handle out; None if the ranks are known to differ."""
-        cdef Handle handle
-        cdef long long word = 0
-        cdef long number = self.communicator.started + 1
-        if self.board is not None:
-            word = self.board.post(number, direct.digest)
-            if word < 0:
-                return None  # as `submit` does then: it gets a handle whose request raises
-            call.word, call.signatures = word, self.board if word else None
-        call.number = self.communicator.started = number
-        handle = <Handle>_new(self._handle)
+    cdef Handle launch(self, PlanRecord plan, Bound bound, CallRecord call, value):
+        """Start what is bound, and give its handle out."""
+        cdef Handle handle = <Handle>_new(self._handle)
+        call.number = self.communicator.started = self.communicator.started + 1
         handle._group, handle._call, handle._value = self.core, call, value
         if self.state.recorder is not None:
-            if direct.site is None or <tuple>call.site != <tuple>direct.site:
-                direct.site, direct.text = call.site, self.state.recorder.text_of(self.core, call)
-            call.record = self.state.recorder.write(number, direct.nbytes, direct.text)
+            if plan.site is None or <tuple>call.site != <tuple>plan.site:
+                plan.site, plan.text = call.site, self.state.recorder.text_of(self.core, call)
+            call.record = self.state.recorder.write(call.number, plan.nbytes, plan.text)
+        bound.c.call = <unsigned int>call.number
+        if plan.digest:
+            bound.c.digest = <unsigned int>plan.digest
         handle._request = bound.start()
-        direct.counter.started += 1
+        plan.tally.started += 1
         handle._work, handle._state = self.open_work, self.state
         self.open_work.add(handle)
         self.note(call)

@@ -71,6 +71,7 @@ enum NodeKind {
     NODE_SCATTER,
     NODE_ALL_TO_ALL,
     NODE_SHIFT,
+    NODE_OTHER, /* goes by other ways than the window: here the ranks only compare it */
 };
 
 /* Where the contribution of a rank lies. */
@@ -111,6 +112,7 @@ typedef struct {
         node_u64 summed; /* up to where its part is summed */
         node_u64 read;   /* up to where it has read and written all that it ever will */
         node_u64 refused; /* from which number on, and why: NODE_AT(number, 2 * culprit + is lost) */
+        node_u64 call; /* the last call: its number among those of the callers, and its digest */
     } __attribute__((aligned(128))) at;
     node_u64 waiters[NODE_MAX_RANKS / 64] __attribute__((aligned(128))); /* who sleeps until it moves: any sets its bit */
     node_u64 told[NODE_TEXTS]; /* the digests whose texts are below, 0 while one is written; above it how many were */
@@ -146,6 +148,7 @@ typedef struct NodeOp {
     NodeFold fold;
     uint32_t item;       /* bytes of an element */
     uint32_t digest;
+    uint32_t call;       /* its number among those of the caller; 0 if it has none */
     uint8_t kind, source;
     int16_t root;        /* or the steps of a shift */
     int32_t state, culprit;
@@ -194,6 +197,8 @@ typedef struct NodeWindow {
     int lacks[3];              /* ranks without which nothing moved: to post, to put a piece, to go on */
     int awaited[3];            /* those that are to ring when they move */
     int moved, listed;
+    uint32_t calls[NODE_ENTRIES]; /* of what is in the entries */
+    uint32_t texts;            /* how many it has told */
     uint64_t gone[NODE_MAX_RANKS / 64]; /* who was seen to have left: a later look finds all that it ever posts */
     uint64_t operations, bytes;
     char *scratch;             /* `scratch_bytes` for each rank, for REMOTE ones */
@@ -336,7 +341,8 @@ static int node_room(NodeWindow *w, uint64_t at, int what, uint64_t number) {
 }
 
 static inline int node_contributes(const NodeOp *o, int q) {
-    return o->kind == NODE_BROADCAST || o->kind == NODE_SCATTER ? q == o->root : o->kind != NODE_BARRIER;
+    if (o->kind == NODE_BARRIER || o->kind == NODE_OTHER) return 0;
+    return o->kind == NODE_BROADCAST || o->kind == NODE_SCATTER ? q == o->root : 1;
 }
 
 static inline int node_takes(const NodeOp *o, int q) {
@@ -366,7 +372,7 @@ static void node_pack(const NodeOp *o, char *to, int blocks, uint64_t lo, uint64
 /* True where rank r waits for the word of rank q. */
 static inline int node_needs(const NodeWindow *w, const NodeOp *o, int q) {
     if (q == w->rank || !node_takes(o, w->rank)) return 0;
-    if (o->kind == NODE_BARRIER) return 1;
+    if (o->kind == NODE_BARRIER || o->kind == NODE_OTHER) return 1;
     if (o->kind == NODE_SHIFT) return q == ((w->rank - o->root) % w->size + w->size) % w->size;
     return node_contributes(o, q);
 }
@@ -429,6 +435,8 @@ static void node_post(NodeWindow *w) {
         }
         if (o->source <= NODE_PIECED || node_is_uneven(o)) e->out = o->own_unit;
         if (node_is_uneven(o) && o->source > NODE_PIECED) node_tell_blocks(w, o, e);
+        w->calls[n % NODE_ENTRIES] = o->call;
+        if (o->call) atomic_store_explicit(&mine->at.call, (uint64_t)o->call << 32 | o->digest, memory_order_relaxed);
         w->total = (w->total ^ o->digest) * 0x9E3779B1u + (w->total >> 15);
         atomic_store_explicit(&e->word, (n & 0xFFFFFFFFu) << 32 | w->total, memory_order_release);
         w->unposted = o->next;
@@ -541,6 +549,7 @@ static int node_take(NodeWindow *w, NodeOp *o, uint64_t lo, uint64_t hi) {
     case NODE_SHIFT:
         return node_copy(w, o, o->out + lo, ((w->rank - o->root) % w->size + w->size) % w->size, 0, lo, hi, 0);
     case NODE_BARRIER:
+    case NODE_OTHER:
         return 1;
     default: /* NODE_ALL_GATHER, NODE_GATHER, NODE_ALL_TO_ALL */
         for (int i = 0; i < w->size; i++) { /* from different ranks at a time */
@@ -931,44 +940,81 @@ static inline int node_can_read(int pid, const void *its_word, uint64_t expected
     return process_vm_readv(pid, &to, 1, &from, 1, 0) == sizeof word && word == expected;
 }
 
-/* Leave the text of a digest (not 0) for a mismatch's message. A look where it is there already; by one thread at a time. */
+/* Leave the text of a digest (not 0) for a mismatch's message, in place of the oldest, or of its own before. By one
+ * thread at a time. */
 static inline void node_tell(NodeWindow *w, uint32_t digest, const char *text, size_t n) {
     NodeLane *mine = w->lane[w->rank];
-    node_u64 *told = &mine->told[digest % NODE_TEXTS];
-    uint64_t words[NODE_TEXT_BYTES / 8] = {0}, before = atomic_load_explicit(told, memory_order_relaxed);
-    if ((uint32_t)before == digest) return;
+    uint64_t words[NODE_TEXT_BYTES / 8] = {0};
+    uint32_t slot = 0;
+    while (slot < NODE_TEXTS && (uint32_t)atomic_load_explicit(&mine->told[slot], memory_order_relaxed) != digest) slot++;
+    if (slot == NODE_TEXTS) slot = w->texts++ % NODE_TEXTS;
+    uint64_t count = (atomic_load_explicit(&mine->told[slot], memory_order_relaxed) >> 32) + 1;
     memcpy(words, text, n < NODE_TEXT_BYTES ? n : NODE_TEXT_BYTES - 1);
-    atomic_store_explicit(told, before >> 32 << 32, memory_order_relaxed);
+    atomic_store_explicit(&mine->told[slot], count << 32, memory_order_relaxed);
     atomic_thread_fence(memory_order_release);
     for (int i = 0; i < NODE_TEXT_BYTES / 8; i++)
-        atomic_store_explicit(&mine->text[digest % NODE_TEXTS][i], words[i], memory_order_relaxed);
-    atomic_store_explicit(told, ((before >> 32) + 1) << 32 | digest, memory_order_release);
+        atomic_store_explicit(&mine->text[slot][i], words[i], memory_order_relaxed);
+    atomic_store_explicit(&mine->told[slot], count << 32 | digest, memory_order_release);
 }
 
 /* Copy what rank q has told of a digest, and a 0, to `buffer`; false where it is not there, or not any more. */
 static inline int node_told(NodeWindow *w, int q, uint32_t digest, char *buffer, size_t n) {
-    node_u64 *told = &w->lane[q]->told[digest % NODE_TEXTS];
-    uint64_t words[NODE_TEXT_BYTES / 8], before = atomic_load_explicit(told, memory_order_acquire);
-    if (!digest || !n || (uint32_t)before != digest) return 0;
-    for (int i = 0; i < NODE_TEXT_BYTES / 8; i++)
-        words[i] = atomic_load_explicit(&w->lane[q]->text[digest % NODE_TEXTS][i], memory_order_relaxed);
-    atomic_thread_fence(memory_order_acquire);
-    /* Others may have been written since, and this one once more: the count tells it. */
-    if (atomic_load_explicit(told, memory_order_relaxed) != before) return 0;
-    n = n < NODE_TEXT_BYTES ? n : NODE_TEXT_BYTES;
-    memcpy(buffer, words, n - 1);
-    buffer[n - 1] = 0;
-    return 1;
+    NodeLane *its = w->lane[q];
+    for (int slot = 0; digest && n && slot < NODE_TEXTS; slot++) {
+        uint64_t words[NODE_TEXT_BYTES / 8], before = atomic_load_explicit(&its->told[slot], memory_order_acquire);
+        if ((uint32_t)before != digest) continue;
+        for (int i = 0; i < NODE_TEXT_BYTES / 8; i++)
+            words[i] = atomic_load_explicit(&its->text[slot][i], memory_order_relaxed);
+        atomic_thread_fence(memory_order_acquire);
+        /* Others may have been written since, and this one once more: the count tells it. */
+        if (atomic_load_explicit(&its->told[slot], memory_order_relaxed) != before) continue;
+        n = n < NODE_TEXT_BYTES ? n : NODE_TEXT_BYTES;
+        memcpy(buffer, words, n - 1);
+        buffer[n - 1] = 0;
+        return 1;
+    }
+    return 0;
+}
+
+/* The word that rank q has posted at a number; 0 where it is not there yet, or not any more. */
+static inline uint64_t node_word_at(NodeWindow *w, int q, uint64_t number) {
+    uint64_t word = atomic_load_explicit(&node_entry(w, q, number)->word, memory_order_acquire);
+    return word >> 32 == (number & 0xFFFFFFFFu) ? word : 0;
 }
 
 /* The digest that rank q has posted at a number; 0 where it has not yet, or has written over it. */
 static inline uint32_t node_digest_at(NodeWindow *w, int q, uint64_t number) {
     NodeEntry *e = node_entry(w, q, number);
-    uint64_t word = atomic_load_explicit(&e->word, memory_order_acquire);
+    uint64_t word = node_word_at(w, q, number);
     uint32_t digest = atomic_load_explicit(&e->digest, memory_order_relaxed);
     atomic_thread_fence(memory_order_acquire);
-    int stays = word == atomic_load_explicit(&e->word, memory_order_relaxed);
-    return stays && word >> 32 == (number & 0xFFFFFFFFu) ? digest : 0;
+    return word && word == atomic_load_explicit(&e->word, memory_order_relaxed) ? digest : 0;
+}
+
+/* The last call that rank q has posted, as `call` in its lane; 0 for none. */
+static inline uint64_t node_last_call(NodeWindow *w, int q) {
+    return atomic_load_explicit(&w->lane[q]->at.call, memory_order_relaxed);
+}
+
+/* True unless a rank, also one that nobody waited for, is known to have posted something else up to `number`. What
+ * differs there may have done so before: it is refused from where it first did. */
+static inline int node_agrees(NodeWindow *w, uint64_t number) {
+    node_lock(w->engine);
+    w->moved = 0;
+    for (int q = 0; q < w->size; q++) {
+        uint64_t n = number, first = 0;
+        for (; n; n--) {
+            uint64_t own = node_word_at(w, w->rank, n), word = node_word_at(w, q, n);
+            if (!own || !word || word == own) break;
+            first = n;
+        }
+        if (first) node_refuse(w, first, NODE_MISMATCH, q);
+    }
+    node_show_refused(w);
+    if (w->moved) node_ring(w);
+    int agrees = !w->over || w->over_state != NODE_MISMATCH || w->over > number;
+    node_unlock(w->engine);
+    return agrees;
 }
 
 /* Move nothing of this window any more: what is under way is over, without a result. */

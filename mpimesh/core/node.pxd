@@ -12,7 +12,7 @@ cdef extern from "kernels.h":
     const FoldRow fold_table[1]
 
 cdef extern from "node.h":
-    enum: NODE_HEAD_BYTES, NODE_SMALL_BYTES, NODE_MAX_RANKS
+    enum: NODE_HEAD_BYTES, NODE_SMALL_BYTES, NODE_MAX_RANKS, NODE_ENTRIES, NODE_TEXT_BYTES
     enum:
         NODE_BARRIER
         NODE_ALL_REDUCE
@@ -23,6 +23,7 @@ cdef extern from "node.h":
         NODE_BROADCAST
         NODE_SCATTER
         NODE_ALL_TO_ALL
+        NODE_OTHER
     enum: NODE_NOTHING, NODE_INLINE, NODE_SMALL, NODE_PIECED, NODE_SHARED, NODE_REMOTE
     enum: NODE_DONE, NODE_MISMATCH, NODE_LOST, NODE_CLOSED
     ctypedef struct NodeLane:
@@ -38,7 +39,7 @@ cdef extern from "node.h":
         const uint64_t *out_at
         const uint64_t *out_bytes
         NodeFold fold
-        uint32_t item, digest
+        uint32_t item, digest, call
         uint8_t kind, source
         int16_t root
         int32_t state, culprit
@@ -57,7 +58,9 @@ cdef extern from "node.h":
         int rank, size
         uint32_t id
         NodeOp *unposted
-        uint64_t started, operations, bytes
+        uint64_t started, operations, bytes, over
+        int32_t over_state
+        uint32_t calls[1]
         char *scratch
         uint64_t scratch_bytes
     void node_engine_init(NodeEngine *)
@@ -73,6 +76,11 @@ cdef extern from "node.h":
     void node_close(NodeWindow *) nogil
     int node_can_read(int, const void *, uint64_t) nogil
     uint64_t node_scratch_bytes(int)
+    void node_tell(NodeWindow *, uint32_t, const char *, size_t)
+    int node_told(NodeWindow *, int, uint32_t, char *, size_t)
+    uint32_t node_digest_at(NodeWindow *, int, uint64_t)
+    uint64_t node_last_call(NodeWindow *, int)
+    int node_agrees(NodeWindow *, uint64_t) nogil
 
 
 cdef class Door:
@@ -92,6 +100,7 @@ cdef class Window:
     cdef NodeWindow c
     cdef readonly Engine engine
     cdef readonly int rank, size
+    cdef readonly dict digests, texts
     cdef object _keep
     cdef char *_base
     cdef size_t _length
@@ -104,6 +113,7 @@ cdef class Window:
         cdef size_t at = <size_t>(<char *>data - self._base)
         return at if <char *>data >= self._base and at + nbytes <= self._length else <size_t>-1
 
+    cpdef Operation post(self, uint32_t digest, uint32_t call)
     cdef size_t remote_from(self, const NodeOp *)
     cdef void sweep(self)
     cdef Bound bind(
@@ -134,4 +144,5 @@ cdef class Operation:
 
     cdef object _error(self)
     cpdef bint test(self) except -1
+    cpdef bint differs(self) except -1
     cdef void spend(self, double longest_s)

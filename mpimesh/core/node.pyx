@@ -11,7 +11,7 @@ from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from mpimesh.errors import ClosedError, MismatchError, TransportError, on_all_ranks
+from mpimesh.errors import ClosedError, MismatchError, TransportError
 
 cnp.import_array()
 
@@ -151,6 +151,10 @@ cdef class Window:
         pids: The process of each, if all may read each other's memory; empty if not.
         keep: What holds this rank's lane, kept until the window is closed.
         is_threads: Whether the ranks are threads of this process, which may read all of its arrays.
+
+    Attributes:
+        digests: What `comm/signatures.py` knows of its calls: the digest of each.
+        texts: The text of each digest.
     """
 
     def __cinit__(
@@ -160,7 +164,7 @@ cdef class Window:
         cdef cnp.ndarray memory
         if not 0 < size <= NODE_MAX_RANKS:
             raise TransportError(f"at most {NODE_MAX_RANKS} ranks of a node can share memory, not {size}")
-        self.engine, self.rank, self.size = engine, rank, size
+        self.engine, self.rank, self.size, self.digests, self.texts = engine, rank, size, {}, {}
         # A communicator that is dropped with something under way gives its memory back, but the window goes on in it.
         self._keep = list(memories), list(doors), keep
         engine._made += 1
@@ -204,6 +208,7 @@ cdef class Window:
     @property
     def idle(self):
         """Whether nothing is under way that this rank has started."""
+        node_pass(&self.engine.c)
         self.sweep()
         return self._first is None
 
@@ -230,7 +235,48 @@ cdef class Window:
         if self._first is None:
             self._last = None
 
-    # The arguments are those of a Communicator's methods.
+    # -- what the ranks compare
+
+    cpdef Operation post(self, uint32_t digest, uint32_t call):
+        """Start what moves nothing, for the ranks to compare a call that goes by other ways.
+
+        Args:
+            digest: Of the call, equal on two ranks if they call the same; not 0.
+            call: Its number among the calls.
+        """
+        cdef Bound bound = Bound.__new__(Bound)
+        bound.window, bound.c.kind, bound.c.item, bound.c.digest, bound.c.call = self, NODE_OTHER, 1, digest, call
+        return bound.start()
+
+    def tell(self, uint32_t digest, bytes text not None):
+        """Leave the text of a digest for the others' messages."""
+        if not self.c.over:  # what was found to differ keeps its text
+            node_tell(&self.c, digest, text, len(text))
+
+    def told(self, int q, uint32_t digest):
+        """Return what rank `q` has told of a digest; None if it is not there any more."""
+        cdef char text[NODE_TEXT_BYTES]
+        return bytes(text) if node_told(&self.c, q, digest, text, NODE_TEXT_BYTES) else None
+
+    def last_call(self, int q):
+        """Return the number and the digest of the last call that rank `q` has posted; 0 for none."""
+        cdef uint64_t last = node_last_call(&self.c, q)
+        return last >> 32, last & 0xFFFFFFFFu
+
+    @property
+    def difference(self):
+        """Where the ranks have started different things: the call's number, if known, and the digest of each rank.
+
+        None if that is not known of any. A digest is 0 where a rank has not come there, or gone far beyond.
+        """
+        cdef uint64_t number = self.c.over
+        cdef int q
+        if not number or self.c.over_state != NODE_MISMATCH:
+            return None
+        digests = tuple([node_digest_at(&self.c, q, number) for q in range(self.size)])
+        return self.c.calls[number % NODE_ENTRIES] if digests[self.rank] else 0, digests
+
+    # -- collectives: the arguments are those of a Communicator's methods
 
     def all_reduce(self, send, cnp.ndarray recv not None, str op):
         """Bind an all-reduce into `recv`; of `recv` itself, if `send` is None."""
@@ -398,6 +444,10 @@ cdef class Bound:
         elif self.window.c.pid != NULL and nbytes >= self.window.remote_from(o):
             o.source, o.in_place, o.out_place = NODE_REMOTE, <uint64_t>o.source_data, <uint64_t>o.out
 
+    def __call__(self):
+        """Start it; return what is under way."""
+        return self.start()
+
     cpdef Operation start(self):
         """Start it; return what is under way."""
         cdef Operation op = Operation.__new__(Operation)
@@ -446,6 +496,16 @@ cdef class Operation:
             raise self._error()
         return True
 
+    cpdef bint differs(self) except -1:
+        """Tell whether a rank is known to have started something else, be it before. Never waits."""
+        cdef Window window = self.bound.window
+        if not self.c.state:
+            node_pass(&window.engine.c)
+        # One under way may wait for one rank, and another one has posted something else; and some end without all.
+        if self.c.state in (0, NODE_DONE):
+            return not node_agrees(&window.c, self.c.number)
+        return self.c.state == NODE_MISMATCH
+
     cdef void spend(self, double longest_s):
         """Wait for it so long, without a look at anything else."""
         cdef Engine engine = self.bound.window.engine
@@ -463,11 +523,9 @@ cdef class Operation:
 
     cdef _error(self):
         if self.c.state == NODE_MISMATCH:
-            return on_all_ranks(
-                MismatchError(
-                    f"the ranks of a group started different collectives, or with different arrays: rank "
-                    f"{self.c.culprit} of those on this node has another one than rank {self.bound.window.rank}"
-                )
+            return MismatchError(
+                f"the ranks of a group started different collectives, or with different arrays: rank "
+                f"{self.c.culprit} of those on this node has another one than rank {self.bound.window.rank}"
             )
         if self.c.state == NODE_CLOSED:
             return ClosedError("an operation was given up: its communicator was closed while it was under way")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import builtins
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -25,6 +25,8 @@ import numpy as np
 from mpimesh import errors
 from mpimesh.arguments import digest_bits, plain_text, rank_names, ranks_by_value
 from mpimesh.comm import Communicator, Steps
+from mpimesh.comm.signatures import digest_of, explained, mismatch
+from mpimesh.core.node import Operation
 from mpimesh.errors import MismatchError, MpimeshError, TransportError, on_all_ranks
 from mpimesh.mesh import WORLD
 from mpimesh.runtime.call import Call
@@ -76,19 +78,19 @@ def agree(
     mine = json.dumps([value, note]).encode()
     call = what if isinstance(what, Call) else Call(what, communicator.name.rpartition("/")[2])
     steps = compare(communicator, call, call.shape, mine=mine, stack=stack)
-    number, look = announce(communicator, "agreement", call)
+    number, steps, look = announce(communicator, "agreement", steps, call)
     request = progress.stage(communicator, steps)
     try:
-        try:
-            with progress.keeping(problem):
-                progress.wait(communicator, request, what=what, number=number, look=look)
-        except TransportError:  # such as of an all-reduce that met another one
-            if look is not None:
+        with progress.keeping(problem):
+            progress.wait(communicator, request, what=what, number=number, look=look)
+    except (TransportError, MismatchError) as error:
+        if look is not None:
+            with suppress(MismatchError):
                 look()
-            raise
-    except MismatchError as error:
-        request.give_up(error)
-        raise
+        found = explained(communicator, call.group, error, None)
+        if isinstance(found, MismatchError):
+            request.give_up(found)
+        raise found from None if found is not error else error.__cause__
     rows = [json.loads(text) for text in request.value]
     notes = {rank: note for rank, (_, note) in enumerate(rows) if note is not None}
     if notes:
@@ -156,34 +158,39 @@ def _joint_error(notes: Mapping[int, Sequence[str]], what: object) -> Exception:
 
 
 def announce(
-    communicator: Communicator, name: str, call: Call | None = None
-) -> tuple[int, Callable[[], None] | None]:
-    """Count and post what this rank is about to start beside the collectives of a group.
+    communicator: Communicator, name: str, steps: Steps, call: Call | None = None
+) -> tuple[int, Steps, Callable[[], None] | None]:
+    """Count what this rank is about to start beside the collectives of a group.
 
     Args:
         communicator: The ranks.
         name: What all of them start, as far as it is compared here.
+        steps: What is started, when its turn has come.
         call: The call that users know it by, which messages name.
 
     Returns:
-        Its number, by which who waits for whom can be told; and what to call while it is waited
-        for, which raises if a rank of this node has started something else; None for nothing.
-
-    Raises:
-        MismatchError: If one has done so already.
+        Its number, by which who waits for whom can be told; the steps, with the comparison before
+        them; and what to call while they are waited for, which raises if a rank of this node has
+        started something else; None for nothing.
     """
     communicator.started = number = communicator.started + 1
-    signatures = communicator.signatures
-    if signatures is None or communicator.mail is not None:  # with checks on they compare more
-        return number, None
+    node = communicator.node
+    if node is None or communicator.mail is not None:  # with checks on they compare more
+        return number, steps, None
     group = communicator.name.rpartition("/")[2] if call is None else call.group
-    digest = signatures.digest((name, "", None, ""))
-    if call is not None:
-        signatures.describe(digest, f"{call.name}() on group {call.group!r}")
-    word = signatures.post(number, digest)
-    if word < 0:
-        raise signatures.error(group)
-    return number, partial(signatures.look, number, group) if word else None
+    text = "" if call is None else f"{call.name}() on group {call.group!r}"
+    posted: list[Operation] = []
+
+    def look() -> None:
+        if posted and posted[0].differs():
+            raise mismatch(node, communicator.node_ranks, group)
+
+    def compared() -> Steps:
+        posted.append(node.post(digest_of(node, (name, "", None, ""), text), number))
+        look()
+        return (yield from steps)
+
+    return number, compared(), look
 
 
 # -- the protocol ----------------------------------------------------------------------------------

@@ -62,8 +62,8 @@ class Call(CallRecord):
         ended: Whether its result was taken, or it has failed.
         planned: Whether `site` is where it was planned, to be started many times elsewhere.
         record: Its place in the rank's flight record; 0 if it has none.
-        signatures: Where it is still to be compared with what the others start; None if nowhere.
-        word: What this rank has posted there for it.
+        posted: What its ranks compare it by, if it goes by other ways than their window; None if it
+            does not, or is over.
         hint: What messages say of it besides.
     """
 

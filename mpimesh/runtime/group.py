@@ -12,10 +12,8 @@ from mpimesh.comm import Communicator
 from mpimesh.comm.algorithms import Algorithms
 from mpimesh.errors import GroupError, RankError, ShapeError, tell_elsewhere
 from mpimesh.runtime import messages, plan
-from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore, collective
 from mpimesh.runtime.persistent import Persistent, planning
-from mpimesh.runtime.plan import Accounts, Prepared
 from mpimesh.runtime.work import CollectiveTensor
 from mpimesh.runtime.world import MeshContext, solo_communicator
 from mpimesh.settings import AlgorithmName
@@ -67,7 +65,7 @@ class ProcessGroup:
         prefer: str = "",
     ) -> None:
         self._core = core = GroupCore(name, ranks, communicator, context, prefer)
-        self._run = core.run if core.caller is None else core.caller.run
+        self._run = core.run if core.starter is None else core.starter.run
         self.name = name
         self.ranks = ranks
         self.size = len(ranks)
@@ -515,14 +513,11 @@ class ProcessGroup:
 
         Collective. ``resolve()`` gives None.
         """
-        caller = self._core.caller
-        handle: CollectiveTensor[None] | None = None
-        if label is None and caller is not None:
-            handle = caller.barrier()
-        if handle is not None:
-            return handle
-        call = Call("barrier", self.name, label=label)
-        return self._core.submit(call, Prepared(Accounts(), lambda: self.communicator.barrier()))
+        starter = self._core.starter
+        if starter is None:
+            self._core.refuse("start_barrier")
+        handle: CollectiveTensor[None] = starter.barrier(label)
+        return handle
 
     def barrier(self, *, timeout_s: float | None = None, label: str | None = None) -> None:
         """Wait until every rank of the group has come.

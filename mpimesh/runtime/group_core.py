@@ -27,9 +27,8 @@ from mpimesh.arrays import (
 from mpimesh.comm import Communicator, Request, Steps, run_steps
 from mpimesh.comm.algorithms import Algorithms, Row
 from mpimesh.comm.device_strategy import steps_in
-from mpimesh.comm.requests import Condition
-from mpimesh.core.call import Caller, Counter, Direct
-from mpimesh.core.node import Bound, Window
+from mpimesh.comm.signatures import Signature, digest_of
+from mpimesh.core.call import PlanRecord, Prepared, Starter
 from mpimesh.errors import (
     BudgetError,
     ClosedError,
@@ -41,7 +40,7 @@ from mpimesh.errors import (
 from mpimesh.runtime.agreement import agree, agree_alike, compare
 from mpimesh.runtime.call import Call, Message, call_stack
 from mpimesh.runtime.operands import host_array
-from mpimesh.runtime.plan import Accounts, Plan, Prepared
+from mpimesh.runtime.plan import Plan
 from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.traffic import Amount, Arrival, Members, Rule, uniform
 from mpimesh.runtime.work import CollectiveTensor, OpenWork
@@ -54,7 +53,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _POISON_WAIT_S = 2.0
-_MOST_PLANS = 256
 _SHARED_FROM = 32 * 1024
 
 
@@ -107,7 +105,6 @@ class GroupCore:
         self.context = context
         self.world_rank = context.rank
         self._members = Members(ranks, self.rank or 0)  # no operation starts where it has none
-        self._plans: dict[object, Plan] = {}
         self._closed = False
         self.drop: Callable[[Any], None] | None = None
         self.saving: CollectiveTensor[Any] | None = None
@@ -115,9 +112,10 @@ class GroupCore:
         self.progress: Progress = context.world.progress
         self.open_work: OpenWork = context.open_work
         self._checks = context.settings.checks
-        self.caller: Caller | None = None
-        if communicator is not None and communicator.window is not None and not self._checks:
-            self.caller = Caller(self, communicator, CollectiveTensor, Call)
+        self.starter: Starter | None = None
+        if communicator is not None:
+            checked = bool(self._checks)
+            self.starter = Starter(self, communicator, CollectiveTensor, Call, digest_of, checked)
 
     @property
     def started(self) -> int:
@@ -133,7 +131,7 @@ class GroupCore:
             ClosedError: If the group or the mesh is closed.
         """
         if self._communicator is None or self.context.closed:
-            self._refuse("use the communicator")
+            self.refuse("use the communicator")
         return self._communicator
 
     @property
@@ -145,17 +143,17 @@ class GroupCore:
         """Let nothing start any more. Local."""
         self._closed = True
         self._communicator = self.drop = None
-        if self.caller is not None:
-            self.caller.closed = True
-        self._plans.clear()
+        if self.starter is not None:
+            self.starter.closed = True
 
     def member(self, action: str) -> int:
         """Return this rank's place in the group, or refuse `action`."""
         if self.rank is None or self._communicator is None or self.context.closed:
-            self._refuse(action)
+            self.refuse(action)
         return self.rank
 
-    def _refuse(self, action: str) -> NoReturn:
+    def refuse(self, action: str) -> NoReturn:
+        """Raise, for this rank can start nothing here."""
         if self.context.closed:
             raise ClosedError(
                 f"rank {self.context.rank} cannot {action} on group {self.name!r}: "
@@ -181,185 +179,82 @@ class GroupCore:
         label: str | None,
         options: tuple[Any, ...],
     ) -> CollectiveTensor:
-        """Start the collective that `make` plans, by the plan of the last call alike.
-
-        Args:
-            make: Plans it: called with the group, the array as the group moves it, and `options`.
-            x: The caller's array.
-            out: The caller's array for the result.
-            label: The caller's name for the call.
-            options: Its arguments. The plan is kept if they are numbers of type int, names or None.
-        """
-        try:
-            if self._communicator is None or self.context.closed:
-                self._refuse(_operation_name(make))
-            data = x if type(x) is np.ndarray else self.operand(x)
-            key = _key_of(make, data, options)
-            plan = self._plans.get(key) or self.plan(make, data, *options, key=key)
-            prepared = plan.bind(self, x, data, out)
-            call = Call(
-                plan.name, self.name, plan.rule, plan.shape_in, plan.kind, label, plan.compared
-            )
-            return self.submit(call, prepared, x)
-        except Exception as error:
-            self.fail(_operation_name(make), error)
-
-    def directly(
-        self, make: Callable[..., Plan], x: HostArray, options: tuple[Any, ...]
-    ) -> Direct | None:
-        """Return what further calls like this need; None if they take more than their arrays."""
-        plan, window = self._plans.get(_key_of(make, x, options)), self.communicator.window
-        if plan is None or window is None or not plan.is_plain or plan.on_device:
-            return None
-        if plan.outgoing is not None or plan.algorithm is not None or plan.also is not None:
-            return None
-        kind = np.dtype(np.uint8) if plan.wire is None else plan.wire
-        result: HostArray | None = None
-        if plan.shape is not None:
-            result = np.empty(plan.shape, x.dtype).reshape(-1).view(kind)
-        arrays = [x.reshape(-1).view(kind), result]
-        if plan.name == "broadcast":
-            arrays.pop()
-        call = Call(plan.name, self.name, plan.rule, plan.shape_in, plan.kind, None, plan.compared)
-        bound: Bound = getattr(window, plan.name)(*arrays, *plan.tail)
-        in_place = plan.in_place or plan.name == "broadcast"
-        counter = plan.tally or Counter()
-        return Direct(call, bound, plan.digest, counter, plan.nbytes, plan.shape, in_place)
-
-    def direct_plan(self, plan: Plan, call: Call, prepared: Prepared) -> Direct | None:
-        """Return what starts a planned collective; None if that takes more than its window."""
-        bound = getattr(prepared.begin, "__self__", None)
-        if type(bound) is not Bound or prepared.finish is not None or plan.also is not None:
-            return None
-        counter, value = plan.tally or Counter(), prepared.value
-        return Direct(call, bound, plan.digest, counter, plan.nbytes, plan.shape, value=value)
-
-    def direct_barrier(self, window: Window) -> Direct:
-        """Return what a barrier needs."""
-        call = Call("barrier", self.name)
-        accounts = self.accounts(call, 0, None)
-        counter = accounts.tally or Counter()
-        return Direct(call, window.barrier(), accounts.digest, counter, 0)
-
-    def plan(
-        self, make: Callable[..., Plan], data: Array, *options: Any, key: object = None
-    ) -> Plan:
-        """Plan a collective of `data`, an array as the group moves it, and keep it by `key`. Local.
-
-        None keeps nothing.
-        """
-        communicator = self.communicator
-        refuse_objects(data.dtype)
-        plan = make(self, data, *options)
-        plan.tally = self.context.traffic.tally(
-            plan.name, plan.nbytes, plan.receives, self._members
-        )
-        signatures = communicator.signatures
-        if signatures is not None and not self._checks:
-            plan.digest = signatures.digest((plan.name, plan.rule, plan.compared, plan.kind))
-        if key is not None:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            self._plans[key] = plan
-        return plan
+        """Start the collective that `make` plans; see :meth:`Starter.run`."""
+        if self.starter is None:
+            self.refuse(make.__name__.removeprefix("plan_"))
+        handle: CollectiveTensor = self.starter.run(make, x, out, label, options)
+        return handle
 
     def submit(self, call: Call, prepared: Prepared, lock: Array | None = None) -> CollectiveTensor:
-        """Start one collective of the group in its turn, and give its handle out.
+        """Start one collective of the group in its turn; see :meth:`Starter.submit`."""
+        if self.starter is None:
+            self.refuse(call.name)
+        handle: CollectiveTensor = self.starter.submit(call, prepared, lock)
+        return handle
 
-        Args:
-            call: What is called, with all that must agree over ranks.
-            prepared: The operation; free to be started again when it has ended well.
-            lock: The caller's input, which must not change meanwhile: with checks on, a NumPy
-                array is read-only until then.
+    def plan(self, make: Callable[..., Plan], data: Array, *options: Any) -> Plan:
+        """Plan a collective of `data`, an array as the group moves it. Local."""
+        refuse_objects(data.dtype)
+        plan = make(self, data, *options)
+        self.account(plan, plan.name, (plan.name, plan.rule, plan.compared, plan.kind))
+        return plan
 
-        Raises:
-            BudgetError: If it receives more than a budget has left.
-        """
-        context, accounts = self.context, prepared.accounts
-        communicator, begin, scope = self._communicator, prepared.begin, prepared.scope
-        if communicator is None or context.closed:
-            self._refuse(call.name)
-        traffic, receives, tally = context.traffic, accounts.receives, accounts.tally
-        if traffic.budgets:
-            if accounts.unequal and traffic.refuses and self.size > 1:
-                begin = partial(self._within_budget, call, begin, receives)
-                receives = tally = None
-            elif receives is not None:
-                traffic.admit_by(call, receives[0], self._members, receives[1])
-        if scope is not None:
-            begin = partial(_begin_in, scope, begin)
-        progress, checks = self.progress, self._checks
-        unlock = self.lock(lock, call) if checks else None
-        communicator.started = call.number = number = communicator.started + 1
-        word, signatures = 0, communicator.signatures
-        if signatures is not None and not checks:
-            digest = accounts.digest or signatures.digest(
-                (call.name, call.rule, call.compared, call.dtype)
-            )
-            word = signatures.post(number, digest)
-            call.word, call.signatures = word, signatures if word > 0 else None
-        request: Request
-        if word < 0 and signatures is not None:
-            request = Condition(partial(signatures.refused, self.name))
-        elif checks or accounts.also or (progress.tails and progress.busy(communicator)):
-            stack = call_stack() if checks > 1 else ()
-            turn = self._in_turn(call, begin, accounts.also, stack)
-            request = progress.stage(communicator, turn)
-        else:
-            started: Any = begin()
-            if type(started) is GeneratorType:
-                started = progress.stage(communicator, started)
-            request = started
-        if tally is not None:
-            tally.started += 1
-        else:
-            traffic.count(call.name, accounts.nbytes)
-            if receives is not None:
-                traffic.count_received(call.name, receives[0], self._members, receives[1])
-        return CollectiveTensor(
-            self,
-            call,
-            request,
-            prepared.finish,
-            unlock,
-            prepared.value,
-            prepared,
-            lock,
-            scope,
-            accounts.nbytes,
-        )
+    def plan_barrier(self) -> Prepared:
+        """Plan a barrier. Local."""
+        plan = PlanRecord()
+        plan.name, plan.rule, plan.kind = "barrier", "", ""
+        self.account(plan, "barrier", ("barrier", "", None, ""))
+        return Prepared(plan, self.communicator.prepare("barrier", ()))
 
-    def accounts(self, call: Call, nbytes: int, receives: tuple[Rule, Amount] | None) -> Accounts:
-        """Return how further starts of `call` are counted and compared. Local."""
-        tally = self.context.traffic.tally(call.name, nbytes, receives, self._members)
-        signatures, digest = self.communicator.signatures, 0
-        if signatures is not None and not self._checks:
-            digest = signatures.digest((call.name, call.rule, call.compared, call.dtype))
-        return Accounts(nbytes=nbytes, receives=receives, digest=digest, tally=tally, unequal=True)
+    def account(self, plan: PlanRecord, name: str, signature: Signature) -> None:
+        """Have the starts of a plan counted and compared. Local."""
+        plan.tally = self.context.traffic.tally(name, plan.nbytes, plan.receives, self._members)
+        node = self.communicator.node
+        if node is not None and not self._checks:
+            plan.digest = digest_of(node, signature)
+
+    def count(self, call: Call, plan: PlanRecord, counts: bool) -> None:
+        """Count a start of a plan that is not counted often, or whose result is counted later."""
+        traffic = self.context.traffic
+        traffic.count(call.name, plan.nbytes)
+        if plan.receives is not None and counts:
+            rule, amount = plan.receives
+            traffic.count_received(call.name, rule, self._members, amount)
 
     def begin_on_device(self, name: str, library: ModuleType, *arguments: Any) -> Request | Steps:
         """Start a collective of device memory."""
         started: Request | Steps = getattr(self.side(library), name)(*arguments)
         return started
 
-    def _in_turn(
-        self,
-        call: Call,
-        begin: Callable[[], Request | Steps],
-        also: Callable[[Call], Steps] | None,
-        stack: tuple[str, ...],
+    def in_scope(
+        self, scope: StreamScope, begin: Callable[..., Request | Steps]
+    ) -> Callable[[], Request | Steps]:
+        """Return what begins it to go on in `scope`, wherever that is done."""
+
+        def begin_there() -> Request | Steps:
+            started: Request | Steps = scope.call(begin)
+            return steps_in(scope, started) if isinstance(started, GeneratorType) else started
+
+        return begin_there
+
+    def in_turn(
+        self, call: Call, prepared: Prepared, begin: Callable[[], Request | Steps]
     ) -> Steps:
         """Begin what has waited for others, unless the mesh was left meanwhile.
 
-        Before that, the ranks compare the call, with checks on, and then what `also` says.
+        Before that, the ranks compare the call, with checks on, and then what its plan says.
         """
+        starter, plan = self.starter, prepared.plan
         if self._checks:
+            stack = call_stack() if self._checks > 1 else ()
             yield from compare(self.communicator, call, call.compared, stack=stack)
-        if also is not None:
-            yield from also(call)
-        if self.context.closed:
-            self._refuse(call.name)
-        return (yield from run_steps(begin))
+        if self.context.closed or starter is None:
+            self.refuse(call.name)
+        if plan.also is not None:
+            if starter.post(call, plan) and call.posted is not None:
+                yield call.posted  # whose test raises
+            yield from plan.also(call)
+        return (yield from run_steps(partial(starter.begin, call, prepared, begin)))
 
     @collective
     def compose(
@@ -392,20 +287,30 @@ class GroupCore:
                 left. Then nothing has moved.
         """
         call = Call(name, self.name, rule, label=label)
-        accounts = Accounts(nbytes=nbytes, receives=receives, unequal=True)
-        return self.submit(call, Prepared(accounts, begin, None, finish), lock)
+        plan = PlanRecord(nbytes, receives, unequal=True)
+        return self.submit(call, Prepared(plan, begin, None, finish), lock)
 
-    def _within_budget(
-        self,
-        call: Call,
-        begin: Callable[[], Request | Steps],
-        receives: tuple[Rule, Amount] | None,
-    ) -> Steps:
+    def within_budget(
+        self, call: Call, prepared: Prepared
+    ) -> tuple[Callable[[], Request | Steps], bool]:
+        """Return what begins it within all budgets, and whether what it receives is counted now.
+
+        Raises:
+            BudgetError: If it receives more than a budget has left.
+        """
+        plan, traffic = prepared.plan, self.context.traffic
+        if plan.unequal and traffic.refuses and self.size > 1:
+            return partial(self._asking_for_budget, call, prepared), False
+        if plan.receives is not None:
+            traffic.admit_by(call, plan.receives[0], self._members, plan.receives[1])
+        return prepared.begin, True
+
+    def _asking_for_budget(self, call: Call, prepared: Prepared) -> Steps:
         """Begin only if no rank exceeds a budget: they may receive unequally much.
 
         One that refused alone would leave the others in an exchange with its next one.
         """
-        traffic, side = self.context.traffic, self.communicator
+        traffic, side, receives = self.context.traffic, self.communicator, prepared.plan.receives
         error: BudgetError | None = None
         if receives is not None:
             error = traffic.excess(call, receives[0], self._members, receives[1])
@@ -423,7 +328,7 @@ class GroupCore:
         if receives is not None:
             traffic.admit_by(call, receives[0], self._members, receives[1])
             traffic.count_received(call.name, receives[0], self._members, receives[1])
-        yield from run_steps(begin)
+        yield from run_steps(prepared.begin)
 
     def algorithm_for(
         self, name: str, nbytes: int, algorithm: str | None, *, on_device: bool = False
@@ -615,7 +520,7 @@ class GroupCore:
                 what=call,
                 timeout_s=timeout_s,
                 peers=call.peers,
-                look=work._look,
+                look=work._compare,
             )
 
     def wait_for(
@@ -708,25 +613,3 @@ class GroupCore:
         mail = communicator.mail
         if mail is not None:
             mail.post(call)
-
-
-def _begin_in(
-    scope: StreamScope, begin: Callable[..., Request | Steps], *arguments: Any
-) -> Request | Steps:
-    """Begin what is to go on in `scope`, wherever that is done."""
-    started: Request | Steps = scope.call(partial(begin, *arguments))
-    return steps_in(scope, started) if isinstance(started, GeneratorType) else started
-
-
-def _key_of(make: Callable[..., Plan], data: Array, options: tuple[Any, ...]) -> object:
-    """Return what a plan is kept by; None if it is not."""
-    for option in options:
-        if not (option is None or type(option) is int or isinstance(option, str)):
-            return None
-    dtype = data.dtype
-    # NumPy's long and long long may be equal, but are two types to MPI.
-    return make, type(data), data.shape, dtype, dtype.num, options
-
-
-def _operation_name(make: Callable[..., Plan]) -> str:
-    return make.__name__.removeprefix("plan_")

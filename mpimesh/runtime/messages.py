@@ -34,6 +34,7 @@ from mpimesh.arrays import (
 from mpimesh.arrays.dtypes import as_dtype, dtype_from_json, dtype_to_json
 from mpimesh.comm import MAX_USER_TAG, WHOLE_MESSAGE_BYTES, RecvRequest, Request, Steps, run_steps
 from mpimesh.comm.device_strategy import steps_in
+from mpimesh.core.call import PlanRecord, Prepared
 from mpimesh.errors import (
     CollectiveTimeoutError,
     DTypeError,
@@ -52,7 +53,7 @@ from mpimesh.runtime.operands import (
     output_array,
 )
 from mpimesh.runtime.persistent import PersistentMessage
-from mpimesh.runtime.plan import Accounts, Prepared, receive, rule_by
+from mpimesh.runtime.plan import receive, rule_by
 from mpimesh.runtime.traffic import Arrival
 from mpimesh.runtime.work import CollectiveTensor
 
@@ -298,7 +299,7 @@ def shift(
     arrival.call = Call(
         "shift", group.name, f"offset {offset}, wrap {wrap}", label=label, peers=peers
     )
-    prepared = Prepared(Accounts(nbytes=data.nbytes), steps, scope=group.scope_if_any())
+    prepared = Prepared(PlanRecord(data.nbytes), steps, scope=group.scope_if_any())
     return group.submit(arrival.call, prepared, x)
 
 
@@ -572,8 +573,8 @@ def broadcast(
         return (yield from _result(group, arrival, root, array, array.shape, library, out, move))
 
     arrival.call = Call("broadcast", group.name, rule_by("root None", algorithm), label=label)
-    accounts = Accounts(nbytes=0 if data is None else data.nbytes)
-    prepared = Prepared(accounts, steps, scope=group.scope_if_any())
+    plan = PlanRecord(0 if data is None else data.nbytes)
+    prepared = Prepared(plan, steps, scope=group.scope_if_any())
     return group.submit(arrival.call, prepared, None if x is out else x)
 
 
@@ -626,8 +627,8 @@ def scatter(
     arrival.call = Call(
         "scatter", group.name, f"root {root}, axis {axis}, sizes {sizes}", label=label
     )
-    accounts = Accounts(nbytes=0 if data is None else data.nbytes)
-    prepared = Prepared(accounts, steps, scope=group.scope_if_any())
+    plan = PlanRecord(0 if data is None else data.nbytes)
+    prepared = Prepared(plan, steps, scope=group.scope_if_any())
     return group.submit(arrival.call, prepared, None if data is None or x is out else x)
 
 

@@ -11,11 +11,11 @@ import numpy as np
 
 from mpimesh.arrays import Array, namespace
 from mpimesh.comm import Request, Steps
-from mpimesh.core.call import Direct
+from mpimesh.core.call import PlanRecord, Prepared
 from mpimesh.errors import DTypeError, ShapeError, UnresolvedError, tell_elsewhere
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import check_output
-from mpimesh.runtime.plan import Plan, Prepared
+from mpimesh.runtime.plan import Plan
 from mpimesh.runtime.traffic import Amount, Rule
 from mpimesh.runtime.work import CollectiveTensor, T_co
 
@@ -81,10 +81,9 @@ class PersistentCollective(Persistent[T_co]):
         prepared: The operation to be started again and again; None if each start needs its own.
         x: The caller's input, which must not change meanwhile.
         out: The caller's array for the result; None if there is none.
-        direct: The same as `prepared`, as a window starts it; None if none does.
     """
 
-    __slots__ = ("_bind", "_direct", "_finish", "_group", "_out", "_prepared", "_x")
+    __slots__ = ("_bind", "_finish", "_group", "_out", "_prepared", "_x")
 
     def __init__(
         self,
@@ -94,10 +93,8 @@ class PersistentCollective(Persistent[T_co]):
         prepared: Prepared | None,
         x: Array | None,
         out: Array | None,
-        direct: Direct | None = None,
     ) -> None:
         self._group = group
-        self._direct = direct
         self._call: Call = call
         self._bind = bind
         self._prepared = prepared
@@ -118,8 +115,8 @@ class PersistentCollective(Persistent[T_co]):
         """
         group, call = self._group, self._call
         handle: CollectiveTensor[T_co] | None
-        if self._direct is not None and group.caller is not None:
-            handle = group.caller.again(self._direct)
+        if self._prepared is not None and group.starter is not None:
+            handle = group.starter.again(call, self._prepared)
             if handle is not None:
                 return handle if self._finish is None else handle.map(self._finish)
         try:
@@ -146,8 +143,6 @@ class PersistentCollective(Persistent[T_co]):
             self._group.open_work.complete(self._call)
         if not self._call.ended:
             raise self._under_way()
-        if self._direct is not None and self._direct.busy and prepared is not None:
-            prepared.busy, self._direct = True, None
         if prepared is None:
             return self._bind()
         if prepared.busy:  # what has failed may still write into its buffers
@@ -189,10 +184,11 @@ def plan_exchange(
         receives: How what this rank receives is counted; None if it receives nothing.
     """
     call = Call(name, group.name, rule)
-    accounts = group.accounts(call, nbytes, receives)
+    plan = PlanRecord(nbytes, receives, unequal=True)
+    group.account(plan, name, (name, rule, None, ""))
 
     def bind() -> Prepared:
-        return Prepared(accounts, prepare(), value, finish)
+        return Prepared(plan, prepare(), value, finish)
 
     return PersistentCollective(group, call, bind, bind(), lock, out)
 
@@ -258,7 +254,7 @@ class _Planner:
         data = core.operand(x)
         plan = core.plan(make, data, *options)
         call = Call(plan.name, core.name, plan.rule, plan.shape_in, plan.kind, label, plan.compared)
-        prepared = plan.bind(core, x, data, out, often=True)
+        prepared = plan.bind(core, x, data, out)
         in_place = _reads_in_place(plan, prepared, x)
         return PersistentCollective(
             core,
@@ -267,7 +263,6 @@ class _Planner:
             prepared if in_place else None,
             x,
             out,
-            core.direct_plan(plan, call, prepared) if in_place else None,
         )
 
 
@@ -293,7 +288,7 @@ def _reads_in_place(plan: Plan, prepared: Prepared, x: Array) -> bool:
     if type(x) is not np.ndarray or prepared.scope is not None:
         return False
     if plan.name == "broadcast":
-        return not plan.sends or prepared.value is x
+        return not plan.reads or prepared.value is x
     send = prepared.arguments[0]
     return send is None or bool(namespace(send).may_share_memory(send, x))
 

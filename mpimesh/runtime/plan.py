@@ -9,7 +9,6 @@ dtype and arguments, binds it to its arrays, which makes it `Prepared`, and star
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ import numpy as np
 from mpimesh.arrays import (
     Array,
     DType,
+    HostArray,
     OpLike,
     ReduceOp,
     StreamScope,
@@ -29,6 +29,8 @@ from mpimesh.arrays import (
     wire_dtype,
 )
 from mpimesh.comm import Communicator, Request, Steps
+from mpimesh.core.call import PlanRecord, Prepared
+from mpimesh.core.node import Bound, Window
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import (
     AgreedSizes,
@@ -38,12 +40,10 @@ from mpimesh.runtime.operands import (
     normal_axis,
     output_array,
 )
-from mpimesh.runtime.traffic import Amount, Rule, Tally, all_reduced, per_rank, sparse, uniform
+from mpimesh.runtime.traffic import Amount, Rule, all_reduced, per_rank, sparse, uniform
 
 __all__ = [
-    "Accounts",
     "Plan",
-    "Prepared",
     "plan_all_gather",
     "plan_all_reduce",
     "plan_all_to_all",
@@ -85,31 +85,7 @@ class PlanningGroup(Protocol):
     ) -> Array: ...
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Accounts:
-    """Count and comparison of the starts of an operation.
-
-    Attributes:
-        nbytes: Bytes that this rank puts in.
-        receives: How what this rank receives is counted; None if it receives nothing, or is counted
-            when it comes.
-        digest: Of what the ranks compare; 0 if it is not known, or they do not.
-        tally: Counts its starts; None if it starts once.
-        unequal: Whether the ranks may receive unequally much, so that all ask whether the budget
-            of any is exceeded.
-        also: Compares more over the ranks before each start; None for nothing more.
-    """
-
-    nbytes: int = 0
-    receives: tuple[Rule, Amount] | None = None
-    digest: int = 0
-    tally: Tally | None = None
-    unequal: bool = False
-    also: Callable[[Call], Steps] | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Plan(Accounts):
+class Plan(PlanRecord):
     """A collective of a group, worked out but for the arrays.
 
     Args:
@@ -127,76 +103,78 @@ class Plan(Accounts):
         in_place: Whether the transport can reduce an array where it lies.
         algorithm: By which the transport is asked to do it; None for that of its table. The ranks
             compare it, too.
+        receives: How what this rank receives is counted; None if it receives nothing, or is counted
+            when it comes.
+        also: Compares more over the ranks before each start; None for nothing more.
+
+    Attributes:
+        nbytes: Bytes that this rank puts in.
+        digest: Of what the ranks compare; 0 if it is not known, or they do not.
+        tally: Counts its starts; None if it starts once.
+        unequal: Whether the ranks may receive unequally much, so that all ask whether the budget
+            of any is exceeded.
+        shape_in: The shape of the input.
+        kind: What the ranks compare of its dtype.
     """
 
-    name: str
-    data: InitVar[Array]
-    rule: str
-    compared: object
-    tail: tuple[Any, ...]
-    shape: tuple[int, ...] | None
-    _: KW_ONLY
-    wire: DType | None = None
-    outgoing: Blocks | None = None
-    incoming: Blocks | None = None
-    divisor: int = 1
-    sends: bool = True
-    in_place: bool = False
-    algorithm: str | None = None
-    shape_in: tuple[int, ...] = field(init=False)
-    dtype: DType = field(init=False)
-    library: ModuleType = field(init=False)
-    on_device: bool = field(init=False)
-    kind: object = field(init=False)
-    converts: bool = field(init=False)
-    is_plain: bool = field(init=False)
+    __slots__ = (
+        "algorithm", "converts", "divisor", "dtype", "incoming", "is_plain", "library", "on_device",
+        "outgoing", "reads", "tail", "wire",
+    )  # fmt: skip
 
-    def __post_init__(self, data: Array) -> None:
-        """Work out what follows from the array."""
-        self.rule = rule_by(self.rule, self.algorithm)
-        self.shape_in, self.dtype, self.library = data.shape, data.dtype, namespace(data)
+    def __init__(
+        self,
+        name: str,
+        data: Array,
+        rule: str,
+        compared: object,
+        tail: tuple[Any, ...],
+        shape: tuple[int, ...] | None,
+        *,
+        wire: DType | None = None,
+        outgoing: Blocks | None = None,
+        incoming: Blocks | None = None,
+        divisor: int = 1,
+        sends: bool = True,
+        in_place: bool = False,
+        algorithm: str | None = None,
+        receives: tuple[Rule, Amount] | None = None,
+        also: Callable[[Call], Steps] | None = None,
+    ) -> None:
+        super().__init__(data.nbytes if sends else 0, receives)
+        self.name, self.rule, self.compared = name, rule_by(rule, algorithm), compared
+        self.shape_in, self.shape, self.dtype = data.shape, shape, data.dtype
+        self.library = namespace(data)
         self.on_device = self.library is not np
         self.kind = f"{data.dtype} on a device" if self.on_device else data.dtype
-        self.nbytes = data.nbytes if self.sends else 0
-        if self.outgoing is not None and self.outgoing.in_order:
-            self.outgoing = None
-        if self.incoming is not None and self.incoming.in_order:
-            self.incoming = None
-        self.converts = self.wire is not None and self.wire != data.dtype
-        self.is_plain = not self.converts and self.divisor == 1 and self.incoming is None
+        self.tail, self.wire, self.divisor, self.algorithm = tail, wire, divisor, algorithm
+        self.reads, self.in_place, self.also = sends, in_place, also
+        self.outgoing = None if outgoing is None or outgoing.in_order else outgoing
+        self.incoming = None if incoming is None or incoming.in_order else incoming
+        self.converts = wire is not None and wire != data.dtype
+        self.is_plain = not self.converts and divisor == 1 and self.incoming is None
 
-    def prepared(
-        self,
-        group: PlanningGroup,
-        arguments: tuple[Any, ...],
-        value: Any = None,
-        finish: Callable[[], Any] | None = None,
-        *,
-        often: bool = False,
-    ) -> Prepared:
-        """Return the collective with these arguments of the transport's, to be started.
+    def tables(self, window: Window, dtype: DType) -> Bound | None:
+        """Return it bound to arrays like those to come, for its tables; None if no window can.
 
         Args:
-            group: The group.
-            arguments: Those of the transport's method.
-            value: What comes.
-            finish: The work that makes the result of it, if any.
-            often: Whether it will be started again and again, so that preparing it pays.
+            window: The window.
+            dtype: That of the arrays; the plan's may be an equal one.
         """
-        communicator = group.communicator
-        begin: Callable[[], Request | Steps]
-        if self.on_device:
-            # Only in its turn: the first on a device makes what moves its memory, collectively.
-            begin = partial(group.begin_on_device, self.name, self.library, *arguments)
-        elif often or self.algorithm is not None:
-            begin = communicator.prepare(self.name, arguments, self.algorithm)
-        else:
-            begin = partial(getattr(communicator, self.name), *arguments)
-        return Prepared(self, begin, value, finish, arguments=arguments)
+        if not self.is_plain or self.on_device or self.outgoing is not None:
+            return None
+        if self.algorithm is not None or self.also is not None:
+            return None
+        kind: DType = np.dtype(np.uint8) if self.wire is None else self.wire
+        arrays: list[HostArray | None] = [np.empty(self.shape_in, dtype).reshape(-1).view(kind)]
+        if self.name != "broadcast":
+            result = None if self.shape is None else np.empty(self.shape, dtype)
+            arrays.append(None if result is None else result.reshape(-1).view(kind))
+        self.in_place = self.in_place or self.name == "broadcast"
+        bound: Bound = getattr(window, self.name)(*arrays, *self.tail)
+        return bound
 
-    def bind(
-        self, group: PlanningGroup, x: Array, data: Array, out: Array | None, *, often: bool = False
-    ) -> Prepared:
+    def bind(self, group: PlanningGroup, x: Array, data: Array, out: Array | None) -> Prepared:
         """Return the collective of these arrays, with what makes the result of what comes.
 
         Args:
@@ -204,19 +182,23 @@ class Plan(Accounts):
             x: The caller's array.
             data: The same, as the group moves it.
             out: The caller's array for the result; may be `x`.
-            often: As in :meth:`prepared`.
 
         Raises:
             ShapeError: If `out` does not fit.
             DTypeError: If `out` is no array, or of another dtype.
         """
         arguments, value, finish = self._buffers(group, x, data, out)
-        prepared = self.prepared(group, arguments, value, finish, often=often)
+        begin: Callable[[], Request | Steps]
+        scope = None
         if self.on_device:
-            prepared.scope = StreamScope()
-        elif out is not None and type(out) is not np.ndarray:
-            prepared.scope = StreamScope.of(out)
-        return prepared
+            # Only in its turn: the first on a device makes what moves its memory, collectively.
+            begin = partial(group.begin_on_device, self.name, self.library, *arguments)
+            scope = StreamScope()
+        else:
+            begin = group.communicator.prepare(self.name, arguments, self.algorithm)
+            if out is not None and type(out) is not np.ndarray:
+                scope = StreamScope.of(out)
+        return Prepared(self, begin, value, finish, scope, arguments)
 
     def _buffers(
         self, group: PlanningGroup, x: Array, data: Array, out: Array | None
@@ -253,11 +235,11 @@ class Plan(Accounts):
                 like=data,
             )
         if self.name == "broadcast":
-            if self.sends and target is not x:
+            if self.reads and target is not x:
                 target[...] = data
             return (recv, *self.tail), target, finish
         send: Array | None = None
-        if self.sends and (target is not x or not self.in_place):
+        if self.reads and (target is not x or not self.in_place):
             send = self._packed(data, in_order)
             if out is not None and library.may_share_memory(send, recv):
                 send = send.copy()
@@ -274,29 +256,6 @@ class Plan(Accounts):
             data = self.library.ascontiguousarray(data)
         flat = data.reshape(-1)
         return flat if wire is not None else flat.view(np.uint8)
-
-
-@dataclass(slots=True, eq=False)
-class Prepared:
-    """An operation with its arrays, ready to be started.
-
-    Attributes:
-        accounts: How it is counted and compared: its plan, if it has one.
-        begin: Starts it: gives one request, or several steps.
-        value: What comes, which is the result if it needs no more work.
-        finish: The work that makes the result of what comes, if any.
-        scope: The stream that it works on, if it may be on device memory.
-        arguments: Those of the transport's method; empty if it is none.
-        busy: Whether a start is under way, or has failed, so that it cannot be started again.
-    """
-
-    accounts: Accounts
-    begin: Callable[[], Request | Steps]
-    value: Any = None
-    finish: Callable[[], Any] | None = None
-    scope: StreamScope | None = None
-    arguments: tuple[Any, ...] = ()
-    busy: bool = False
 
 
 # -- results -------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mpimesh.arguments import rank_names, ranks_by_value
-from mpimesh.comm import VirtualCommunicator, VirtualWorld
+from mpimesh.comm import Communicator, VirtualCommunicator, VirtualWorld
 from mpimesh.comm.engine import poll
+from mpimesh.comm.signatures import last_started
 from mpimesh.errors import CollectiveTimeoutError, on_all_ranks
 from mpimesh.runtime.call import Call, call_site, site_text
 from mpimesh.runtime.control import (
@@ -322,9 +323,9 @@ class Notice:
         title, states = "Elsewhere", {}
         if wait.peers is not None:
             states = {rank: self._elsewhere(rank) for rank in awaited_ranks(wait)}
-        elif communicator.signatures is not None and ranks:
+        elif communicator.node is not None and ranks:
             number = wait.number or getattr(wait.what, "number", 0)
-            started = communicator.signatures.last_started()
+            started = _last_started(communicator)
             if not 0 < number <= started[communicator.rank][0]:
                 return ""  # with checks on, ranks tell each other by messages what they start
             title = "Missing"
@@ -343,13 +344,20 @@ class Notice:
         """Return what a rank of the job has started that this one has not; empty if not known."""
         communicators = {} if self._progress is None else dict(self._progress.communicators)
         for name, (communicator, ranks) in communicators.items():
-            signatures = communicator.signatures
-            if signatures is not None and rank in ranks:
-                last, text = signatures.last_started().get(ranks.index(rank), (0, ""))
+            if rank in ranks:
+                last, text = _last_started(communicator).get(ranks.index(rank), (0, ""))
                 if last > communicator.started:
                     group = name.rpartition("/")[2]
                     return f"in {text} on group {group!r}, which this rank has not started"
         return ""
+
+
+def _last_started(communicator: Communicator) -> dict[int, tuple[int, str]]:
+    """Return the number and text of the last call of each rank of this node, 0 for none."""
+    node = communicator.node
+    if node is None:
+        return {}
+    return dict(zip(communicator.node_ranks, last_started(node), strict=True))
 
 
 # -- the watchdogs ---------------------------------------------------------------------------------

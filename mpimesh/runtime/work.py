@@ -11,8 +11,9 @@ import numpy as np
 
 from mpimesh.arguments import as_function, as_time
 from mpimesh.arrays import StreamScope
-from mpimesh.comm import Moved, Request, StagedRequest
+from mpimesh.comm import Moved, StagedRequest
 from mpimesh.comm.engine import test_often
+from mpimesh.comm.signatures import explained, mismatch
 from mpimesh.core.call import Handle, OpenWork as OpenHandles
 from mpimesh.errors import (
     ClosedError,
@@ -37,7 +38,7 @@ else:
     T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
 
-__all__ = ["CollectiveTensor", "OpenWork", "Owner", "Reusable"]
+__all__ = ["CollectiveTensor", "OpenWork", "Owner"]
 
 
 class OpenWork(OpenHandles):
@@ -61,16 +62,6 @@ class OpenWork(OpenHandles):
         for work in works:
             work._let_go()
         return [str(work._call) for work in works if not work._resolved]
-
-
-class Reusable(Protocol):
-    """What is used again once the work that uses it has ended well.
-
-    Attributes:
-        busy: Whether that work is under way, or has failed.
-    """
-
-    busy: bool
 
 
 class Owner(RecordedGroup, Protocol):
@@ -129,48 +120,6 @@ class CollectiveTensor(Handle[T_co]):
 
     __slots__ = ()
 
-    def __init__(
-        self,
-        group: Owner,
-        call: Call,
-        request: Request,
-        finish: Callable[[], Any] | None = None,
-        unlock: Callable[[], None] | None = None,
-        value: Any = None,
-        prepared: Reusable | None = None,
-        operand: Any = None,
-        scope: StreamScope | None = None,
-        nbytes: int = 0,
-    ) -> None:
-        """Take note of what has started.
-
-        Args:
-            group: Who has started it.
-            call: What was called.
-            request: What the transport has started.
-            finish: Makes the result of what comes; None if that is the result.
-            unlock: Makes the caller's array writable again.
-            value: What comes; None for the value of the request's steps.
-            prepared: What it was started from, free again when it has ended well.
-            operand: The caller's array, to be kept alive.
-            scope: The stream that it works on, if any.
-            nbytes: Bytes that this rank puts in.
-        """
-        self._group = group
-        self._call = call
-        self._request = request
-        self._finish = finish
-        self._unlock = unlock
-        self._value = value
-        self._prepared = prepared
-        self._operand = operand
-        self._scope = scope
-        self._begin()
-        progress = group.progress
-        progress.calls.append(call)
-        if progress.recorder is not None:
-            progress.recorder.start(group, call, nbytes)
-
     def _resolve(self, timeout_s: float | None) -> T_co:
         """Do as :meth:`resolve`, where that takes more than a short wait for one operation."""
         if timeout_s is not None:
@@ -218,7 +167,7 @@ class CollectiveTensor(Handle[T_co]):
         try:
             if self._request.test():
                 return True
-            self._look()
+            self._compare()
         except Exception:
             return True  # resolve() raises it
         return False
@@ -314,34 +263,21 @@ class CollectiveTensor(Handle[T_co]):
             self._fail(self._explained(error))
 
     def _compare(self) -> None:
-        """Look whether a rank of this node has started something else in its place.
+        """Look whether a rank of this node has started something else, here or before.
 
         Raises:
             MismatchError: If so.
         """
-        call = self._call
-        if call.signatures is not None:
-            call.signatures.compare(call.number, call.word, call.group)
-
-    def _look(self) -> None:
-        """Look, while it is waited for, what the ranks of this node have started up to now.
-
-        Raises:
-            MismatchError: If one of them has started something else.
-        """
-        call = self._call
-        if call.signatures is not None:
-            call.signatures.look(call.number, call.group)
+        operation = self._compared()
+        if operation is not None and operation.differs():
+            communicator = self._group.communicator
+            raise mismatch(communicator.node, communicator.node_ranks, self._call.group)
 
     def _explained(self, error: BaseException) -> BaseException:
         """Return what is behind an error of the transport, as far as it is known."""
         if isinstance(error, TransportError | MismatchError):
-            try:
-                self._compare()
-            except MismatchError as found:
-                if str(found) != str(error):  # or it was found while waiting
-                    found.agreed = error.agreed
-                    return found
+            communicator, group = self._group.communicator, self._call.group
+            return explained(communicator, group, error, self._compared())
         return error
 
     def _settle_in(self, scope: StreamScope) -> None:

@@ -19,7 +19,7 @@ from weakref import WeakSet
 from mpimesh.arguments import as_flag, as_function, as_int, shown
 from mpimesh.arrays import HostArray, aligned_bytes
 from mpimesh.arrays.memory import POOLED_FROM_BYTES, ArrayPool
-from mpimesh.comm import Communicator, VirtualWorld, virtual_communicators
+from mpimesh.comm import Communicator, VirtualWorld, run_steps, virtual_communicators
 from mpimesh.core.node import MOST_RANKS
 from mpimesh.errors import (
     ClosedError,
@@ -133,13 +133,14 @@ class World:
         # Making one waits inside the transport, where nothing else moves. A rank that is still in
         # an operation, and needs this rank for it, comes first.
         among, number, look = comm.name, 0, None
+        steps = run_steps(comm.barrier)
         if of_job:
             among = "the job"
             self.progress.counts[among] = number = self.progress.counts.get(among, 0) + 1
         elif comm.name:
-            number, look = announce(comm, "DeviceMesh")
+            number, steps, look = announce(comm, "DeviceMesh", steps)
         what = "the other ranks, to make a mesh"
-        barrier = comm.barrier()
+        barrier = self.progress.stage(comm, steps)
         self.progress.wait(comm, barrier, what=what, number=number, among=among, look=look)
         with self.progress.watched(Call("DeviceMesh", WORLD), comm):
             duplicate = self._duplicate(comm, settings)
