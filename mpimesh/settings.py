@@ -35,32 +35,18 @@
 ``MPIMESH_NODE_RANKS`` (default 0)
     Treats each n consecutive ranks of MPI's world as a node, to try on one machine what happens on
     several; 0 is the real nodes.
-``MPIMESH_ALGORITHMS`` (default none)
-    The algorithms of ``all_reduce``, ``reduce`` and ``broadcast`` for calls that name none, such
-    as ``all_reduce=ring, broadcast=tree(4)``; one of centralized, tree(b), ring, mpi, node or
-    two_levels. It is ignored for groups that do not have it, and arrays on a device.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
-from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any
 
 from mpimesh.errors import SettingsError
 
-__all__ = [
-    "ALGORITHM_NAMES",
-    "DEFAULT_TIMEOUT_S",
-    "AlgorithmName",
-    "Settings",
-    "algorithms_of",
-    "tree_arity",
-]
+__all__ = ["DEFAULT_TIMEOUT_S", "Settings"]
 
 DEFAULT_TIMEOUT_S = 1800.0
 _SHORTEST_TIMEOUT_S = 0.1
@@ -71,14 +57,6 @@ _WORDS = {
     "MPIMESH_CUDA_AWARE": ("auto", "yes", "no"),
     "MPIMESH_SHARED_GPU": ("warn", "refuse", "allow"),
 }
-
-_ALGORITHM_OF = ("all_reduce", "reduce", "broadcast")
-AlgorithmName = Literal[
-    "centralized", "tree(2)", "tree(3)", "tree(4)", "tree(8)", "tree(16)", "ring", "mpi", "node",
-    "two_levels",
-]  # fmt: skip
-"""Ways of moving host memory by name, so that a type checker finds a misspelt one."""
-_TREE = re.compile(r"tree\(([1-9]\d{0,5})\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +74,6 @@ class Settings:
         shared_gpu: ``"warn"``, ``"refuse"`` or ``"allow"``.
         node_shared: ``"auto"``, ``"always"`` or ``"never"``.
         node_ranks: How many ranks count as a node; 0 means those that share one.
-        algorithms: By which collectives go; empty for as the tables say, see `algorithms_of`.
     """
 
     checks: int = 0
@@ -109,7 +86,6 @@ class Settings:
     shared_gpu: str = "warn"
     node_shared: str = "auto"
     node_ranks: int = 0
-    algorithms: str = ""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -142,43 +118,7 @@ class Settings:
                 f"MPIMESH_TIMEOUT_S must be at least {_SHORTEST_TIMEOUT_S} seconds, or 0 for no "
                 f"limit, got {values['timeout_s']:g}: MPI itself takes longer to start"
             )
-        algorithms_of(values.get("algorithms", ""))
         return cls(**values)
-
-
-@lru_cache
-def algorithms_of(text: str) -> Mapping[str, str]:
-    """Return the algorithm of each operation that ``MPIMESH_ALGORITHMS`` names.
-
-    Raises:
-        SettingsError: If the text names what there is not, or an operation twice.
-    """
-    found: dict[str, str] = {}
-    names = ", ".join(name for name in ALGORITHM_NAMES if not tree_arity(name))
-    for part in text.split(",") if text.strip() else ():
-        operation, equals, algorithm = (word.strip() for word in part.partition("="))
-        is_known = algorithm in ALGORITHM_NAMES or tree_arity(algorithm)
-        if not equals or operation not in _ALGORITHM_OF or not is_known:
-            raise SettingsError(
-                "MPIMESH_ALGORITHMS must be like all_reduce=ring, broadcast=tree(4), with one of "
-                f"{', '.join(_ALGORITHM_OF)} and one of {names} or tree(b) with b "
-                f"from 2 on, got {part.strip()!r}"
-            )
-        if operation in found:
-            raise SettingsError(f"MPIMESH_ALGORITHMS names {operation} twice, got {text!r}")
-        found[operation] = algorithm
-    return MappingProxyType(found)
-
-
-def tree_arity(algorithm: str) -> int:
-    """Return b of ``tree(b)``, which is 2 or more; 0 for any other text."""
-    tree = _TREE.fullmatch(algorithm)
-    arity = 0 if tree is None else int(tree[1])
-    return arity if arity > 1 else 0
-
-
-ALGORITHM_NAMES = tuple(name for name in get_args(AlgorithmName) if tree_arity(name) < 3)
-"""Of those that move host memory; a tree can have more than 2 branches."""
 
 
 def _word(variable: str, text: str) -> str:

@@ -12,19 +12,35 @@ For device memory
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from mpimesh.arguments import size_text
 
-__all__ = ["NEVER", "SETTING", "Algorithms", "Row"]
-
-SETTING = "MPIMESH_ALGORITHMS"
-"""The reason of rows that the user has set."""
+__all__ = ["ALGORITHM_NAMES", "NEVER", "AlgorithmName", "Algorithms", "Row", "tree_arity"]
 
 NEVER = 1 << 62
+
+AlgorithmName = Literal[
+    "centralized", "tree(2)", "tree(3)", "tree(4)", "tree(8)", "tree(16)", "ring", "mpi", "node",
+    "two_levels",
+]  # fmt: skip
+"""Ways of moving host memory by name, so that a type checker finds a misspelt one."""
+_TREE = re.compile(r"tree\(([1-9]\d{0,5})\)")
+
+
+def tree_arity(algorithm: str) -> int:
+    """Return b of ``tree(b)``, which is 2 or more; 0 for any other text."""
+    tree = _TREE.fullmatch(algorithm)
+    arity = 0 if tree is None else int(tree[1])
+    return arity if arity > 1 else 0
+
+
+ALGORITHM_NAMES = tuple(name for name in get_args(AlgorithmName) if tree_arity(name) < 3)
+"""Of those that move host memory; a tree can have more than 2 branches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +100,7 @@ class Algorithms(Sequence[Row]):
             before = rest[0][1].algorithm if rest and key[0] != "*" else ""
             changing: list[Row] = []
             for _, row in column:
-                if row.algorithm != before or row.reason == SETTING:
+                if row.algorithm != before:
                     changing.append(row)
                 before = row.algorithm
             for place, row in enumerate(changing, start=1):
@@ -124,30 +140,6 @@ class Algorithms(Sequence[Row]):
         column = column or self._columns["*", "host"]
         place = bisect_right(column, nbytes, key=lambda item: item[0])
         return column[max(place - 1, 0)][1].algorithm
-
-    def with_setting(self, operation: str, algorithm: str, most_bytes: int) -> Algorithms:
-        """Return this table with what the user has set for an operation on host memory.
-
-        Args:
-            operation: The collective.
-            algorithm: By which it goes.
-            most_bytes: The largest array that can; larger ones go as they do by this table.
-        """
-        above = most_bytes + 1
-        rows = [row for column in self._columns.values() for _, row in column]
-        rows = [
-            row
-            for row in rows
-            if (row.operation, row.memory) not in ((operation, "host"), (operation, "shared"))
-            or row.from_bytes > above
-        ]
-        for memory in ("host", "shared"):
-            rows.append(Row(operation, memory, 0, algorithm, SETTING))
-            if most_bytes < NEVER:
-                other = self.pick(operation, memory, above)
-                why = f"too large for {algorithm}"
-                rows.append(Row(operation, memory, above, other, why))
-        return Algorithms(rows)
 
     @classmethod
     def only(cls, algorithm: str, reason: str) -> Algorithms:

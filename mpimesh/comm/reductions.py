@@ -29,11 +29,11 @@ from functools import partial
 import numpy as np
 
 from mpimesh.arrays.namespace import Array
+from mpimesh.comm.algorithms import tree_arity
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.regions import FUNCTIONS
 from mpimesh.comm.requests import MAX_USER_TAG, Messages, Request, all_done, block_slices
 from mpimesh.layout.boxes import even_sizes
-from mpimesh.settings import tree_arity
 
 __all__ = [
     "RING",

@@ -17,10 +17,10 @@ import numpy as np
 from mpimesh import runtime
 from mpimesh.arguments import as_int, check_kind, shown
 from mpimesh.arrays import Array, OpLike, ReduceOp, as_reduce_op, wire_dtype
+from mpimesh.comm.algorithms import tree_arity
 from mpimesh.errors import GroupError, LaunchError, RankError, on_all_ranks
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree_alike
-from mpimesh.settings import tree_arity
 
 __all__ = [
     "AllReduceStrategy",

@@ -9,14 +9,13 @@ from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeAlias, TypeV
 from mpimesh.arguments import as_int, as_time
 from mpimesh.arrays import Array, DTypeLike, HostArray, OpLike
 from mpimesh.comm import Communicator
-from mpimesh.comm.algorithms import Algorithms
+from mpimesh.comm.algorithms import AlgorithmName, Algorithms
 from mpimesh.errors import GroupError, RankError, ShapeError, tell_elsewhere
 from mpimesh.runtime import messages, plan
 from mpimesh.runtime.group_core import GroupCore, collective
 from mpimesh.runtime.persistent import Persistent, planning
 from mpimesh.runtime.work import CollectiveTensor
 from mpimesh.runtime.world import MeshContext, solo_communicator
-from mpimesh.settings import AlgorithmName
 
 __all__ = ["Backend", "ProcessGroup"]
 

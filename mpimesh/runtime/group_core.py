@@ -25,7 +25,7 @@ from mpimesh.arrays import (
     refuse_objects,
 )
 from mpimesh.comm import Communicator, Request, Steps, run_steps
-from mpimesh.comm.algorithms import Algorithms, Row
+from mpimesh.comm.algorithms import ALGORITHM_NAMES, Algorithms, Row
 from mpimesh.comm.device_strategy import steps_in
 from mpimesh.comm.signatures import Signature, digest_of
 from mpimesh.core.call import PlanRecord, Prepared, Starter
@@ -45,7 +45,6 @@ from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.traffic import Amount, Arrival, Members, Rule, uniform
 from mpimesh.runtime.work import CollectiveTensor, OpenWork
 from mpimesh.runtime.world import MeshContext
-from mpimesh.settings import ALGORITHM_NAMES, algorithms_of
 
 __all__ = ["GroupCore", "collective"]
 
@@ -338,18 +337,15 @@ class GroupCore:
         Args:
             name: The collective.
             nbytes: The bytes of its array, alike on all ranks.
-            algorithm: What the caller asks for; None for what ``MPIMESH_ALGORITHMS`` says, where
-                the group has it.
+            algorithm: What the caller asks for.
             on_device: Whether the array lies on a device.
 
         Raises:
             GroupError: If the group cannot do what the caller asks for.
         """
-        side = self.communicator
         if algorithm is None:
-            chosen = algorithms_of(self.context.settings.algorithms).get(name)
-            fits = chosen and not on_device and nbytes <= side.most_bytes_by(name, chosen)
-            return chosen if fits else None
+            return None
+        side = self.communicator
         most = side.most_bytes_by(name, algorithm) if isinstance(algorithm, str) else -1
         if most >= nbytes and not on_device:
             return algorithm
@@ -369,12 +365,8 @@ class GroupCore:
         )
 
     def algorithms(self) -> Algorithms:
-        """Return the table of algorithms, with what ``MPIMESH_ALGORITHMS`` says. Local."""
+        """Return the table of algorithms. Local."""
         table = self.communicator.algorithms()
-        for name, algorithm in algorithms_of(self.context.settings.algorithms).items():
-            most = self.communicator.most_bytes_by(name, algorithm)
-            if most >= 0:
-                table = table.with_setting(name, algorithm, most)
         if not self.moves_device_memory:
             return table
         if self.size == 1:

@@ -16,7 +16,6 @@ from tests.contract.cases import same, values
 from tests.contract.meshes import groups_of, mesh_of
 from tests.contract.oracle import cut, joined, reduced
 from tests.devices.on_device import check, given, late
-from tests.helpers.environment import setting
 from tests.helpers.raises import raises
 
 __all__ = ["CHECKS", "DTYPES", "LAYOUTS", "operations"]
@@ -133,9 +132,6 @@ def check_algorithms_are_for_arrays_on_the_host(comm):
         root = x if group.rank == 0 else None
         with raises(GroupError, "ring", "device"):
             group.broadcast(root, root=None, algorithm="ring").resolve()
-        inputs = [values(r, (2, 2), "f8") for r in group.ranks]
-        with setting("MPIMESH_ALGORITHMS", "all_reduce=ring"), mesh_of(comm) as other:
-            check(other.group().all_reduce(x).resolve(), reduced(inputs, "sum"))
 
 
 def check_every_operation_into_every_output(comm):

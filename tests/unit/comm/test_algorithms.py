@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpimesh.comm.algorithms import NEVER, Algorithms, Row
+from mpimesh.comm.algorithms import NEVER, Algorithms, Row, tree_arity
 
 
 def test_a_table_is_printed_a_row_a_line():
@@ -37,16 +37,6 @@ def test_a_table_of_one_way_says_that_everything_goes_it():
     )
 
 
-def test_what_the_user_has_set_is_told_with_the_sizes_that_it_can_be_for():
-    table = Algorithms.only("mpi", "why").with_setting("all_reduce", "ring", 65536)
-    assert str(table).splitlines()[:2] == [
-        "all_reduce up to 64 KiB, host memory: ring (MPIMESH_ALGORITHMS)",
-        "all_reduce above 64 KiB, host memory: mpi (too large for ring)",
-    ]
-    table = Algorithms.only("mpi", "why").with_setting("all_reduce", "ring", NEVER)
-    assert str(table).splitlines()[-1] == "everything else: mpi (why)"
-
-
 def test_of_rows_alike_the_last_counts():
     table = Algorithms([Row("*", "host", 0, "mpi", "a"), Row("*", "host", 0, "node", "b")])
     assert [row.algorithm for row in table] == ["node"]
@@ -55,3 +45,8 @@ def test_of_rows_alike_the_last_counts():
 def test_no_array_is_as_large_as_never():
     assert NEVER > 1 << 57, "the address space of a process"
     assert NEVER < 1 << 63, "ranks send it as a signed number of 64 bits"
+
+
+def test_the_arity_of_a_tree():
+    texts = ("tree(2)", "tree(16)", "tree(1)", "tree(0)", "tree(02)", "tree(x)", "tree", "ring")
+    assert [tree_arity(text) for text in texts] == [2, 16, 0, 0, 0, 0, 0, 0]

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import mpimesh as mm
-from mpimesh.comm.algorithms import NEVER, SETTING, Algorithms, Row
 from mpimesh.comm.reductions import by_messages, segments
 from tests.contract.cases import same
 from tests.contract.oracle import reduced
@@ -76,45 +75,3 @@ def test_b19_any_number_of_ranks_and_elements(ranks, size, algorithm, dtype, op,
         same(sent, inputs[root])
         assert all_reduced.tobytes() == found[0][0].tobytes()
     same(found[root][1], expected)
-
-
-ROWS = [
-    Row("all_reduce", "host", 0, "mpi", "small", "one"),
-    Row("all_reduce", "host", 100, "two_levels", "fast", "one"),
-    Row("all_reduce", "host", 1000, "node", "large", "one"),
-    Row("all_reduce", "shared", 500, "in_place", "fast", "one"),
-    Row("*", "host", 0, "mpi", "others"),
-]
-
-
-def test_a_setting_replaces_the_rows_of_its_operation():
-    table = Algorithms(ROWS).with_setting("all_reduce", "ring", NEVER)
-    for nbytes in (0, 99, 100, 5000):
-        assert (
-            table.pick("all_reduce", "host", nbytes)
-            == table.pick("all_reduce", "shared", nbytes)
-            == "ring"
-        )
-        assert table.pick("broadcast", "host", nbytes) == "mpi"
-    assert {row.reason for row in table if row.operation == "all_reduce"} == {SETTING}
-
-
-def test_above_what_an_algorithm_can_move_the_table_holds():
-    table = Algorithms(ROWS).with_setting("all_reduce", "two_levels", 700)
-    assert [table.pick("all_reduce", memory, 700) for memory in ("host", "shared")] == [
-        "two_levels",
-        "two_levels",
-    ]
-    assert [table.pick("all_reduce", memory, 701) for memory in ("host", "shared")] == [
-        "two_levels",
-        "in_place",
-    ]
-    assert [table.pick("all_reduce", memory, 1000) for memory in ("host", "shared")] == [
-        "node",
-        "in_place",
-    ]
-
-
-def test_a_setting_is_shown_also_where_it_changes_nothing():
-    table = Algorithms(ROWS).with_setting("reduce", "mpi", NEVER)
-    assert any(row.operation == "reduce" and row.reason == SETTING for row in table)

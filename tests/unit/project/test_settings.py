@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpimesh.errors import SettingsError
-from mpimesh.settings import Settings, algorithms_of, tree_arity
+from mpimesh.settings import Settings
 from tests.helpers.raises import raises
 
 
@@ -22,12 +22,10 @@ def test_each_variable_reaches_its_field():
         "MPIMESH_EXIT_WARN_S": "0",
         "MPIMESH_CUDA_AWARE": "no",
         "MPIMESH_SHARED_GPU": "refuse",
-        "MPIMESH_ALGORITHMS": "all_reduce=ring",
     }
     read = Settings.from_environment(given)
     assert (read.checks, read.timeout_s, read.chunk_elements) == (2, 1.5, 7)
     assert read.notice_s == 2.5
-    assert read.algorithms == "all_reduce=ring"
     assert (read.exit_warn_s, read.cuda_aware, read.shared_gpu) == (0, "no", "refuse")
 
 
@@ -41,30 +39,9 @@ def test_each_variable_reaches_its_field():
         ("MPIMESH_TIMEOUT_S", "soon", ("seconds", "'soon'")),
         ("MPIMESH_CUDA_AWARE", "1", ("auto, yes, no", "'1'")),
         ("MPIMESH_SHARED_GPU", "yes", ("warn, refuse, allow", "'yes'")),
-        ("MPIMESH_ALGORITHMS", "all_reduce", ("all_reduce=ring", "'all_reduce'")),
-        ("MPIMESH_ALGORITHMS", "gather=ring", ("all_reduce, reduce, broadcast", "'gather=ring'")),
-        ("MPIMESH_ALGORITHMS", "reduce=ring,", ("got ''",)),
-        ("MPIMESH_ALGORITHMS", "reduce=rings", ("centralized, ring", "'reduce=rings'")),
-        ("MPIMESH_ALGORITHMS", "reduce=tree(1)", ("tree(b)", 2, "'reduce=tree(1)'")),
-        ("MPIMESH_ALGORITHMS", "reduce=ring,reduce=mpi", ("reduce twice",)),
         ("MPIMESH_CUDAAWARE", "yes", ("known", "MPIMESH_CUDA_AWARE")),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(variable, text, values):
     with raises(SettingsError, variable, *values):
         Settings.from_environment({variable: text})
-
-
-def test_algorithms_by_operation():
-    assert algorithms_of("") == algorithms_of("  ") == {}
-    text = " all_reduce = ring,broadcast=tree(4) , reduce=two_levels"
-    assert algorithms_of(text) == {
-        "all_reduce": "ring",
-        "broadcast": "tree(4)",
-        "reduce": "two_levels",
-    }
-
-
-def test_the_arity_of_a_tree():
-    texts = ("tree(2)", "tree(16)", "tree(1)", "tree(0)", "tree(02)", "tree(x)", "tree", "ring")
-    assert [tree_arity(text) for text in texts] == [2, 16, 0, 0, 0, 0, 0, 0]
