@@ -25,9 +25,6 @@
     Whether device pointers are passed to MPI. auto tries each operation between two child
     processes, once for each MPI, driver and GPU, in a node and by the network, as ranks need it;
     yes and no are believed. A wrong yes is a crash.
-``MPIMESH_SHARED_GPU`` (default warn)
-    What happens where several ranks compute on one GPU: warn is a warning on rank 0 if they use
-    CuPy, refuse an error when a mesh is made, allow nothing.
 ``MPIMESH_NODE_SHARED`` (default auto)
     Whether collectives of the ranks of one node go through memory that they share; never is for
     tests and comparisons. Over several nodes, auto does so for all-reduces from 64 KiB on, always
@@ -55,7 +52,6 @@ _SHORTEST_TIMEOUT_S = 0.1
 _WORDS = {
     "MPIMESH_NODE_SHARED": ("auto", "always", "never"),
     "MPIMESH_CUDA_AWARE": ("auto", "yes", "no"),
-    "MPIMESH_SHARED_GPU": ("warn", "refuse", "allow"),
 }
 
 
@@ -71,7 +67,6 @@ class Settings:
         chunk_elements: Most elements in one MPI call; 0 leaves it to the transport.
         exit_warn_s: When a rank that waits at its exit for the others says so.
         cuda_aware: ``"auto"``, ``"yes"`` or ``"no"``.
-        shared_gpu: ``"warn"``, ``"refuse"`` or ``"allow"``.
         node_shared: ``"auto"``, ``"always"`` or ``"never"``.
         node_ranks: How many ranks count as a node; 0 means those that share one.
     """
@@ -83,7 +78,6 @@ class Settings:
     chunk_elements: int = 0
     exit_warn_s: float = 30.0
     cuda_aware: str = "auto"
-    shared_gpu: str = "warn"
     node_shared: str = "auto"
     node_ranks: int = 0
 

@@ -352,6 +352,7 @@ def sharing_text(shared: Sequence[SharedGpu]) -> str:
         [
             "ranks share GPUs: they compute in turns, share the memory, and NCCL does not work:",
             *rows,
-            f"{cure}. If it is meant to be so, set MPIMESH_SHARED_GPU=allow",
+            f"{cure}. If it is meant to be so: "
+            'warnings.filterwarnings("ignore", category=mm.errors.SharedGpuWarning)',
         ]
     )

@@ -78,8 +78,7 @@ class DeviceMesh:
         WorldSizeError: On every rank, if the mesh does not fit the world.
         LaunchError: On every rank, if MPI sees one rank where the launcher started more.
         MismatchError: On every rank, if the ranks ask for different meshes or settings.
-        MeshError: On every rank, if ranks share a GPU and ``MPIMESH_SHARED_GPU`` is ``refuse``.
-            If `comm` is no communicator, or has no rank and size that fit each other.
+        MeshError: If `comm` is no communicator, or has no rank and size that fit each other.
 
     Cost:
         One duplication of `comm`, one split for all ranks, and one for each dim of more

@@ -330,14 +330,10 @@ class RankDevices:
     Attributes:
         table: The devices, in rank order.
         local_rank: This rank among those of its node: as the launcher says, or counted.
-
-    Raises:
-        MeshError: On every rank, if ranks share a GPU and ``MPIMESH_SHARED_GPU`` is refuse.
     """
 
     def __init__(self, context: MeshContext) -> None:
         self._world, self._rank = context.world, context.rank
-        self._warns = context.settings.shared_gpu == "warn"
         virtual, call = self._world.virtual is not None, Call("DeviceMesh", WORLD)
         launch = Launch.detect()
         host = launch.node or socket.gethostname()
@@ -352,8 +348,6 @@ class RankDevices:
             tuple(host for host, _, _ in records),
         )
         shared = shared_gpus(self.table)
-        if shared and context.settings.shared_gpu == "refuse":
-            raise on_all_ranks(MeshError(sharing_text(shared)))
         users = [one for one in shared if sum(records[rank][2] for rank in one.ranks) > 1]
         if self._rank == 0:
             self._warn(users)
@@ -380,7 +374,7 @@ class RankDevices:
         """Warn of shared GPUs, once for each process."""
         text = sharing_text(shared)
         told = self._world.told
-        if shared and self._warns and text not in told:
+        if shared and text not in told:
             told.add(text)
             filename, line = site_line(call_site())
             warnings.warn_explicit(text, SharedGpuWarning, filename, line)

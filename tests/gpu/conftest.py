@@ -39,6 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.timeout(0))
         # What CuPy has to say of the machine, such as of a first compilation, is no failure.
         item.add_marker(pytest.mark.filterwarnings(r"default:::cupy.*"))
+        # Most machines have fewer GPUs than the tests have ranks.
+        item.add_marker(pytest.mark.filterwarnings("ignore:ranks share GPUs"))
         if why_not:
             item.add_marker(pytest.mark.skip(reason=why_not))
 

@@ -149,11 +149,9 @@ def test_sums_are_the_same_to_the_last_bit(communicator):
         assert (least == most).all()
 
 
-def test_a_mesh(comm, monkeypatch):
+def test_a_mesh(comm):
     """A user's view: arrays of CuPy go in and come out."""
     import cupy
-
-    monkeypatch.setenv("MPIMESH_SHARED_GPU", "allow")
 
     import mpimesh as mm
 

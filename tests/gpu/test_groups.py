@@ -16,10 +16,9 @@ from tests.helpers.parallel_models import batch, cut
 
 
 @pytest.fixture(autouse=True)
-def cupy(monkeypatch):
+def cupy():
     import cupy
 
-    monkeypatch.setenv("MPIMESH_SHARED_GPU", "allow")
     return cupy
 
 

@@ -8,10 +8,9 @@ import warnings
 import pytest
 
 import mpimesh as mm
-from mpimesh.errors import MeshError, SharedGpuWarning
+from mpimesh.errors import SharedGpuWarning
 from mpimesh.runtime.world import current_world
 from tests.devices.gpu_runtime import CupyOfDevices, uuid_of
-from tests.helpers.raises import raises
 
 DIGITS = [f"{k:032x}" for k in range(0xB0, 0xB8)]
 
@@ -47,24 +46,11 @@ def test_rank_0_warns_once(comm, install):
         assert one.filename == __file__
 
 
-def test_nothing_to_warn_of(comm, install, monkeypatch):
+def test_nothing_to_warn_of(comm, install):
     install(*DIGITS[: comm.size])
     assert not warned(comm)
     install(DIGITS[comm.rank])  # each sees its own
     assert not warned(comm)
-    install(DIGITS[0])
-    monkeypatch.setenv("MPIMESH_SHARED_GPU", "allow")
-    assert not warned(comm)
-
-
-def test_refused_on_all_ranks(comm, install, monkeypatch):
-    install(DIGITS[0])
-    monkeypatch.setenv("MPIMESH_SHARED_GPU", "refuse")
-    if comm.size == 1:
-        mm.DeviceMesh("x=-1", comm).close()
-        return
-    with raises(MeshError, "ranks", "GPU 0", "mpiexec -n"):
-        mm.DeviceMesh("x=-1", comm)
 
 
 def test_each_rank_has_its_own_current(comm, install):

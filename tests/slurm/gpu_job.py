@@ -6,7 +6,7 @@ import json
 import sys
 
 import mpimesh as mm
-from mpimesh.mesh import probe
+from mpimesh.mesh import probe, shared_gpus
 
 probe.PROBE_TIMEOUT_S = 30  # a loaded machine must not turn the make-believe program into none
 with mm.DeviceMesh("x=-1") as mesh:
@@ -16,6 +16,7 @@ with mm.DeviceMesh("x=-1") as mesh:
         "local_rank": mesh.local_rank,
         "gpu": device.partition_id,
         "number": device.id,
+        "shared": [str(one) for one in shared_gpus(mesh._core.devices.table)],
     }
     # In one piece: the ranks write at the same time.
     sys.stdout.write(json.dumps(facts) + "\n")

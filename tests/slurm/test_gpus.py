@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -33,11 +32,10 @@ def srun(slurm: Slurm, tmp_path: Path):
     program.write_text(SMI)
     program.chmod(0o755)
 
-    def run(*flags: str, **env: str) -> str:
+    def run(*flags: str) -> str:
         path = f"PATH={tmp_path}:/usr/bin:/bin"
-        settings = [f"{name}={text}" for name, text in env.items()]
         return slurm.run(
-            *("srun", "-K", "--mpi=pmi2", *flags, "env", path, f"PYTHONPATH={ROOT}", *settings),
+            *("srun", "-K", "--mpi=pmi2", *flags, "env", path, f"PYTHONPATH={ROOT}"),
             *(sys.executable, JOB),
         )
 
@@ -58,7 +56,8 @@ def told(output):
     ],
 )
 def test_every_rank_has_a_gpu_of_its_own(srun, flags, numbers):
-    ranks = told(srun("-N2", "-n4", *flags, MPIMESH_SHARED_GPU="refuse"))
+    ranks = told(srun("-N2", "-n4", *flags))
+    assert not any(fields["shared"] for fields in ranks)
     assert [fields["local_rank"] for fields in ranks] == [0, 1, 0, 1]
     assert [fields["number"] for fields in ranks] == numbers * 2
     nodes = [fields["gpu"].split("-")[1] for fields in ranks]
@@ -66,10 +65,8 @@ def test_every_rank_has_a_gpu_of_its_own(srun, flags, numbers):
     assert [fields["gpu"][-2:] for fields in ranks] == ["-0", "-1"] * 2
 
 
-def test_two_ranks_on_one_gpu_are_refused(srun):
-    where = ("-w", "n0", "-N1", "-n2", "--gpus-per-node=1")
-    ranks = told(srun(*where))
+def test_two_ranks_on_one_gpu_are_seen_by_both(srun):
+    ranks = told(srun("-w", "n0", "-N1", "-n2", "--gpus-per-node=1"))
     assert ranks[0]["gpu"] == ranks[1]["gpu"]
-    with pytest.raises(subprocess.CalledProcessError) as caught:
-        srun(*where, MPIMESH_SHARED_GPU="refuse")
-    assert "ranks 0-1: GPU 0 of node n0, NVIDIA A100, GPU-n0-0" in caught.value.stderr
+    shared = ["ranks 0-1: GPU 0 of node n0, NVIDIA A100, GPU-n0-0"]
+    assert [fields["shared"] for fields in ranks] == [shared] * 2

@@ -21,12 +21,11 @@ def test_each_variable_reaches_its_field():
         "MPIMESH_CHUNK_ELEMENTS": "7",
         "MPIMESH_EXIT_WARN_S": "0",
         "MPIMESH_CUDA_AWARE": "no",
-        "MPIMESH_SHARED_GPU": "refuse",
     }
     read = Settings.from_environment(given)
     assert (read.checks, read.timeout_s, read.chunk_elements) == (2, 1.5, 7)
     assert read.notice_s == 2.5
-    assert (read.exit_warn_s, read.cuda_aware, read.shared_gpu) == (0, "no", "refuse")
+    assert (read.exit_warn_s, read.cuda_aware) == (0, "no")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,6 @@ def test_each_variable_reaches_its_field():
         ("MPIMESH_TIMEOUT_S", "1e-9", ("0.1", "1e-09")),
         ("MPIMESH_TIMEOUT_S", "soon", ("seconds", "'soon'")),
         ("MPIMESH_CUDA_AWARE", "1", ("auto, yes, no", "'1'")),
-        ("MPIMESH_SHARED_GPU", "yes", ("warn, refuse, allow", "'yes'")),
         ("MPIMESH_CUDAAWARE", "yes", ("known", "MPIMESH_CUDA_AWARE")),
     ],
 )

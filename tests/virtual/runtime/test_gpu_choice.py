@@ -127,7 +127,7 @@ def test_what_is_said_names_ranks_node_and_gpu_and_the_way_out():
     assert f"ranks 0, 2: GPU 0 of node n0, NVIDIA A100-SXM4-40GB, {first}" in text
     assert f"ranks 1, 3: GPU 1 of node n0, NVIDIA A100-SXM4-40GB, {second}" in text
     assert "--gpus-per-task=1" in text
-    assert "MPIMESH_SHARED_GPU=allow" in text
+    assert "SharedGpuWarning" in text
     many = shared_gpus(chosen(GPUS[:1], [{}] * 12, [f"n{k // 2}" for k in range(12)]))
     assert "and 2 more" in sharing_text(many)
 
@@ -231,21 +231,6 @@ def test_use_device_without_cupy_or_without_a_gpu(monkeypatch):
         mesh.close()
 
     mm.run_virtual(2, main)
-
-
-def test_sharing_can_be_refused(cupy, monkeypatch):
-    cupy(DIGITS[0])
-    monkeypatch.setenv("MPIMESH_SHARED_GPU", "refuse")
-    first = uuid_of(DIGITS[0])
-
-    def main():
-        with raises(MeshError, "ranks 0-2", "GPU 0", first) as caught:
-            mm.DeviceMesh("x=-1")
-        assert caught.value.agreed
-
-    mm.run_virtual(3, main)
-    cupy(*DIGITS[:3])
-    mm.run_virtual(3, lambda: mm.DeviceMesh("x=-1").close())
 
 
 @pytest.mark.filterwarnings("error")
