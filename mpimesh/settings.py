@@ -8,19 +8,14 @@
     led to each call, and shows mpimesh's own frames in tracebacks.
 ``MPIMESH_TIMEOUT_S`` (default 1800)
     Seconds that a rank may wait in one operation, or in making or closing a mesh, before the
-    watchdog reports it and ends the job, from 0.1 on; 0 is off.
+    watchdog reports it and ends the job, from 0.1 on; 0 is off. Unless it is below its default, a
+    few ranks of a job write one line about a wait of 30 seconds, and wait on.
 ``MPIMESH_RECORD_DIR`` (default none)
     Folder, which all ranks see, for the flight record: when a job fails, each rank leaves its last
     1,000 operations there, and ``mpimesh flight`` says where they differ. Without it the
     rank that ends the job writes its last 8 to stderr.
-``MPIMESH_NOTICE_S`` (default 30)
-    Seconds in one wait after which a rank writes one line about it, and waits on. 0 is off; a
-    ``MPIMESH_TIMEOUT_S`` below its default turns the lines off, too. Only a few ranks of a job
-    write them.
 ``MPIMESH_CHUNK_ELEMENTS`` (default 0)
     Most elements in one MPI call; 0 is 2^30, or no limit from MPI 4 on.
-``MPIMESH_EXIT_WARN_S`` (default 30)
-    Seconds after which a rank that has ended, and waits for the others, writes a line about it.
 ``MPIMESH_CUDA_AWARE`` (default auto)
     Whether device pointers are passed to MPI. auto tries each operation between two child
     processes, once for each MPI, driver and GPU, in a node and by the network, as ranks need it;
@@ -63,9 +58,7 @@ class Settings:
         checks: 0, 1 or 2, see :mod:`mpimesh.settings`.
         timeout_s: Limit of one wait in seconds; 0 means none.
         record_dir: Where the ranks keep their flight record; empty for none.
-        notice_s: How long a wait is before the rank says so; 0 means it does not.
         chunk_elements: Most elements in one MPI call; 0 leaves it to the transport.
-        exit_warn_s: When a rank that waits at its exit for the others says so.
         cuda_aware: ``"auto"``, ``"yes"`` or ``"no"``.
         node_shared: ``"auto"``, ``"always"`` or ``"never"``.
         node_ranks: How many ranks count as a node; 0 means those that share one.
@@ -74,9 +67,7 @@ class Settings:
     checks: int = 0
     timeout_s: float = DEFAULT_TIMEOUT_S
     record_dir: str = ""
-    notice_s: float = 30.0
     chunk_elements: int = 0
-    exit_warn_s: float = 30.0
     cuda_aware: str = "auto"
     node_shared: str = "auto"
     node_ranks: int = 0

@@ -83,6 +83,8 @@ _UNKNOWN = "unknown, for want of a way to ask"
 _SILENT = "no answer (stopped, dead, or in a call that holds the interpreter)"
 _LONGEST_TRACEBACK = 4000
 
+_NOTICE_S = 30.0
+"""Seconds after which a rank that waits, or has ended and waits for the others, says so."""
 _OTHERS_LATER_S = 60.0
 _KEPT_S = 0.5
 """Seconds for which a rank that has failed leaves it to all ranks to raise its error."""
@@ -313,8 +315,8 @@ class Notice:
         self._write(
             self._rank,
             f"mpimesh: has waited {waited_s:.0f} s in {text}. "
-            "MPIMESH_TIMEOUT_S=60 ends such a wait after 60 s and says what each rank does; "
-            f"MPIMESH_NOTICE_S=0 ends these lines{self._others(wait)}",
+            "MPIMESH_TIMEOUT_S=60 ends such a wait after 60 s and says what each rank does"
+            f"{self._others(wait)}",
         )
 
     def _others(self, wait: Wait) -> str:
@@ -390,7 +392,6 @@ class Watchdog:
 
         self._mpi = MPI
         self._rank = rank = MPI.COMM_WORLD.rank
-        self._settings = settings
         self._limit_s = limit_s = settings.timeout_s
         self._progress = progress
         self._channels = channels
@@ -399,7 +400,7 @@ class Watchdog:
         if settings.record_dir:
             progress.recorder = Recorder(Path(settings.record_dir), rank, MPI.COMM_WORLD.size)
         # The watchdog's report says more, where it comes soon.
-        notice_s = 0.0 if 0 < limit_s < DEFAULT_TIMEOUT_S else settings.notice_s
+        notice_s = 0.0 if 0 < limit_s < DEFAULT_TIMEOUT_S else _NOTICE_S
         self._notice = Notice(rank, notice_s, progress=progress)
         self._deadlocks = DeadlockSearch(rank, progress, channels) if settings.checks else None
         # MPI may be called by this thread and the program's at once, or not at all by this one.
@@ -478,7 +479,7 @@ class Watchdog:
 
     def _wait_for_all(self, all_here: Callable[[], bool], timeout_s: float | None) -> bool:
         start_s = time.monotonic()
-        warn_s = self._settings.exit_warn_s if self._rank < _SPEAKERS else float("inf")
+        warn_s = _NOTICE_S if self._rank < _SPEAKERS else float("inf")
         warned = False
 
         def idle() -> None:

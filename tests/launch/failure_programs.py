@@ -15,6 +15,12 @@ import mpimesh as mm
 RANK = MPI.COMM_WORLD.rank
 """
 
+
+def notices_after(seconds: float) -> str:
+    """Return lines of a program after which a rank says so soon that it waits."""
+    return f"import mpimesh.runtime.watchdog\nmpimesh.runtime.watchdog._NOTICE_S = {seconds}\n"
+
+
 WAITS = {
     "all_reduce": "mesh.group().all_reduce(np.ones(3)).resolve()",
     "recv": "mesh.group().recv(1).resolve()",

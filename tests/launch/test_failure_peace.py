@@ -8,7 +8,7 @@ import pytest
 
 from mpimesh.testing import LaunchResult
 from tests.helpers.depth import deep
-from tests.launch.failure_programs import PRELUDE, program
+from tests.launch.failure_programs import PRELUDE, notices_after, program
 
 LIMIT_S = 40.0
 
@@ -89,8 +89,8 @@ def test_a_rank_may_leave_while_others_compute(launch):
 
 @pytest.mark.deep
 def test_a_rank_that_waits_long_at_its_end_says_so_once(launch):
-    text = program("pass", "time.sleep(4)")
-    result = launch(3, text, env={"MPIMESH_EXIT_WARN_S": "2"}, timeout_s=LIMIT_S)
+    text = notices_after(2) + program("pass", "time.sleep(4)")
+    result = launch(3, text, timeout_s=LIMIT_S)
     assert result.returncode == 0, str(result)
     notices = [line for line in result.stderr.splitlines() if "mpimesh" in line]
     assert notices == ["[rank 1] mpimesh: ended 2 s ago and waits for ranks that have not"]

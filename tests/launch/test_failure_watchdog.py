@@ -13,7 +13,7 @@ import pytest
 from mpimesh.runtime.watchdog import EXIT_CODE
 from mpimesh.testing import LaunchResult
 from tests.helpers.depth import deep
-from tests.launch.failure_programs import PRELUDE, program
+from tests.launch.failure_programs import PRELUDE, notices_after, program
 
 LIMIT_S = 40.0
 
@@ -175,27 +175,25 @@ mesh.close()
 
 @pytest.mark.deep
 def test_a_long_wait_is_told_in_one_line_and_goes_on(launch):
-    environment = {"MPIMESH_NOTICE_S": "3"}
-    result = launch(4, PRELUDE + LATE, env=environment, timeout_s=LIMIT_S)
+    text = notices_after(3) + PRELUDE + LATE
+    result = launch(4, text, timeout_s=LIMIT_S)
     assert result.returncode == 0, str(result)
     assert result.stdout.count("all well") == 4, str(result)
     lines = [line for line in result.stderr.splitlines() if "mpimesh" in line]
     assert len(lines) == 1, str(result)
     told = re.fullmatch(
         r"\[rank 0\] mpimesh: has waited 3 s in all_reduce\(shape \(3,\), float64, sum\) on group "
-        r"'world' at (\S+):(\d+)\. MPIMESH_TIMEOUT_S=60 ends .*",
+        r"'world' at (\S+):(\d+)\. MPIMESH_TIMEOUT_S=60 ends .* says what each rank does\. .*",
         lines[0],
     )
     assert told is not None, str(result)
-    text = (PRELUDE + LATE).splitlines()[int(told[2]) - 1]
-    assert "all_reduce" in text
+    assert "all_reduce" in text.splitlines()[int(told[2]) - 1]
     assert lines[0].endswith(". Missing, of the job: rank 1 (last here: nothing)"), str(result)
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("variable", ["MPIMESH_NOTICE_S", "MPIMESH_TIMEOUT_S"])
-def test_no_line_where_it_is_off_or_the_watchdog_looks(launch, variable):
-    environment = {"MPIMESH_NOTICE_S": "1", variable: "0" if "NOTICE" in variable else "30"}
-    result = launch(2, PRELUDE + LATE, env=environment, timeout_s=LIMIT_S)
+def test_no_line_where_the_watchdog_looks(launch):
+    environment = {"MPIMESH_TIMEOUT_S": "30"}
+    result = launch(2, notices_after(1) + PRELUDE + LATE, env=environment, timeout_s=LIMIT_S)
     assert result.returncode == 0, str(result)
     assert "mpimesh" not in result.stderr, str(result)

@@ -17,15 +17,12 @@ def test_each_variable_reaches_its_field():
     given = {
         "MPIMESH_CHECKS": "2",
         "MPIMESH_TIMEOUT_S": "1.5",
-        "MPIMESH_NOTICE_S": "2.5",
         "MPIMESH_CHUNK_ELEMENTS": "7",
-        "MPIMESH_EXIT_WARN_S": "0",
         "MPIMESH_CUDA_AWARE": "no",
     }
     read = Settings.from_environment(given)
     assert (read.checks, read.timeout_s, read.chunk_elements) == (2, 1.5, 7)
-    assert read.notice_s == 2.5
-    assert (read.exit_warn_s, read.cuda_aware) == (0, "no")
+    assert read.cuda_aware == "no"
 
 
 @pytest.mark.parametrize(

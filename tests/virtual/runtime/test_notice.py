@@ -66,7 +66,7 @@ def test_the_line_says_what_where_for_whom_and_what_to_do():
     (told,) = lines_of(waiting(31, what=call), rank=4)
     assert told.startswith("4 mpimesh: ")
     names(told, "31 s", "all_reduce(shape (3,), float64, sum)", "group 'dp'")
-    names(told, "MPIMESH_TIMEOUT_S=60", "MPIMESH_NOTICE_S=0")
+    names(told, "MPIMESH_TIMEOUT_S=60")
     assert "\n" not in told
     (told,) = lines_of(waiting(31, what="pipeline action 0F1", peers=(2,)))
     names(told, "pipeline action 0F1", f"{__file__}:", "rank 2")
@@ -80,7 +80,7 @@ def said_of(work) -> str:
     lines: list[str] = []
     Notice(0, 30.0, lambda _, line: lines.append(line), group.progress).check(wait)
     (line,) = lines
-    return line.partition("MPIMESH_NOTICE_S=0 ends these lines")[2]
+    return line.partition("says what each rank does")[2]
 
 
 def test_the_line_says_which_ranks_of_the_node_are_missing_and_what_they_do_instead():
