@@ -14,19 +14,14 @@
     Folder, which all ranks see, for the flight record: when a job fails, each rank leaves its last
     1,000 operations there, and ``mpimesh flight`` says where they differ. Without it the
     rank that ends the job writes its last 8 to stderr.
-``MPIMESH_CHUNK_ELEMENTS`` (default 0)
-    Most elements in one MPI call; 0 is 2^30, or no limit from MPI 4 on.
 ``MPIMESH_CUDA_AWARE`` (default auto)
     Whether device pointers are passed to MPI. auto tries each operation between two child
     processes, once for each MPI, driver and GPU, in a node and by the network, as ranks need it;
     yes and no are believed. A wrong yes is a crash.
 ``MPIMESH_NODE_SHARED`` (default auto)
     Whether collectives of the ranks of one node go through memory that they share; never is for
-    tests and comparisons. Over several nodes, auto does so for all-reduces from 64 KiB on, always
-    for all of them.
-``MPIMESH_NODE_RANKS`` (default 0)
-    Treats each n consecutive ranks of MPI's world as a node, to try on one machine what happens on
-    several; 0 is the real nodes.
+    tests and comparisons, as if each rank were a node. Over several nodes, auto does so for
+    all-reduces from 64 KiB on, always for all of them.
 """
 
 from __future__ import annotations
@@ -58,19 +53,15 @@ class Settings:
         checks: 0, 1 or 2, see :mod:`mpimesh.settings`.
         timeout_s: Limit of one wait in seconds; 0 means none.
         record_dir: Where the ranks keep their flight record; empty for none.
-        chunk_elements: Most elements in one MPI call; 0 leaves it to the transport.
         cuda_aware: ``"auto"``, ``"yes"`` or ``"no"``.
         node_shared: ``"auto"``, ``"always"`` or ``"never"``.
-        node_ranks: How many ranks count as a node; 0 means those that share one.
     """
 
     checks: int = 0
     timeout_s: float = DEFAULT_TIMEOUT_S
     record_dir: str = ""
-    chunk_elements: int = 0
     cuda_aware: str = "auto"
     node_shared: str = "auto"
-    node_ranks: int = 0
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:

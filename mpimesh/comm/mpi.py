@@ -3,8 +3,8 @@
 Two kinds of MPI are met. From version 4 on, counts are as large as memory.
 Before that they are C ints, and whatever has more than `limit` elements goes in
 pieces: reductions and broadcasts as a row of smaller ones, everything with
-blocks (whose displacements would overflow too) as messages between pairs. The
-limit is a setting, so tests run the whole suite with a limit of 7.
+blocks (whose displacements would overflow too) as messages between pairs. Tests
+run the whole suite with a limit of 7.
 """
 
 from __future__ import annotations

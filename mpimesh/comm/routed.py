@@ -29,9 +29,8 @@ from mpimesh.comm.shared_window import CELL_BYTES, SharedWindow
 from mpimesh.core.node import LANE_BYTES, LANE_HEAD_BYTES, MOST_RANKS, Window
 from mpimesh.errors import TransportError
 from mpimesh.layout.boxes import Regions
-from mpimesh.settings import Settings
 
-__all__ = ["RoutedCommunicator", "open_node", "routed"]
+__all__ = ["RoutedCommunicator", "routed"]
 
 _LEAVE_TOGETHER_S = 2.0
 _LEVELS_FROM_BYTES = 64 * 1024
@@ -333,19 +332,12 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
         )
 
 
-def open_node(settings: Settings) -> Node:
-    """Return the memory of this process, for the ranks of its node. Local."""
-    part = MPI.COMM_WORLD.rank // settings.node_ranks if settings.node_ranks else 0
-    return Node(part)
-
-
 def routed(
-    communicator: MPICommunicator, node: Node, engine: ProgressEngine, settings: Settings
+    communicator: MPICommunicator, node: Node, engine: ProgressEngine, mode: str, *, limit: int = 0
 ) -> RoutedCommunicator:
     """Collective: return a communicator for the same MPI communicator, which it takes over."""
     if isinstance(communicator, RoutedCommunicator):
         return communicator
-    mode, limit = settings.node_shared, settings.chunk_elements
     return RoutedCommunicator(communicator.native, node, engine, mode, limit=limit)
 
 

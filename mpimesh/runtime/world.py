@@ -128,7 +128,7 @@ class World:
                 )
             # Before anything can go wrong: from here on, a failure of one rank ends the job.
             self._watch(settings)
-            comm = _mpi_communicator(comm, settings)
+            comm = _mpi_communicator(comm)
             comm.owner = f"the mesh made at {site_text(call_site())}"
         # Making one waits inside the transport, where nothing else moves. A rank that is still in
         # an operation, and needs this rank for it, comes first.
@@ -151,9 +151,9 @@ class World:
     def _duplicate(self, comm: Communicator, settings: Settings) -> Communicator:
         """Collective: return a new communicator of the same ranks."""
         if comm.kind == "mpi" and self.node is None:
-            from mpimesh.comm.routed import open_node  # late: importing it starts MPI
+            from mpimesh.comm.arena import Node  # late: virtual ranks do without
 
-            self.node = open_node(settings)
+            self.node = Node()
         if self.channels is not None and self.node is not None:
             # Before what may hang: from here on the ranks can ask each other what they are doing.
             self.channels.connect(comm, self.node)
@@ -181,7 +181,7 @@ class World:
 
         if not isinstance(duplicate, MPICommunicator) or self.node is None:
             return duplicate
-        return routed(duplicate, self.node, self.progress, settings)
+        return routed(duplicate, self.node, self.progress, settings.node_shared)
 
     @property
     def arena(self) -> Arena | None:
@@ -359,7 +359,7 @@ def _check_place(comm: Communicator, what: str) -> None:
         )
 
 
-def _mpi_communicator(comm: Any, settings: Settings) -> Communicator:
+def _mpi_communicator(comm: Any) -> Communicator:
     """Return `comm` itself for the transport; nothing is made, and it stays the caller's."""
     mpi = _load_mpi()
     if mpi is None:
@@ -379,7 +379,7 @@ def _mpi_communicator(comm: Any, settings: Settings) -> Communicator:
             "comm is MPI.COMM_NULL: this rank was left out when the communicator was made, or it "
             "was freed; make the mesh on the ranks that have one"
         )
-    return MPICommunicator(comm, limit=settings.chunk_elements)
+    return MPICommunicator(comm)
 
 
 def _load_mpi() -> Any:

@@ -15,6 +15,7 @@ from mpimesh.errors import GroupError
 from tests.contract.cases import same, values
 from tests.contract.meshes import groups_of, mesh_of
 from tests.contract.oracle import cut, joined, reduced
+from tests.contract.shared_memory import PIECES
 from tests.devices.on_device import check, given, late
 from tests.helpers.raises import raises
 
@@ -187,8 +188,8 @@ def check_large_arrays(comm):
     with mesh_of(comm) as mesh:
         group = mesh.group()
         n = group.size
-        # In pieces of 7 elements, as a setting may ask for, this would take for ever.
-        size = (1000 if mesh._core.context.settings.chunk_elements else 1 << 18) * n
+        # In pieces of 7 elements this would take for ever.
+        size = (1000 if PIECES[0] else 1 << 18) * n
         x = given(np.arange(float(size)) * (group.rank + 1))
         total = np.arange(float(size)) * (n * (n + 1) // 2)
         check(group.all_reduce(x).resolve(), total)

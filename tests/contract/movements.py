@@ -9,6 +9,7 @@ from tests.contract.cases import ALL, LAYOUTS, WRITABLE, output, same, values
 from tests.contract.flight import Flight
 from tests.contract.meshes import groups_of, mesh_of
 from tests.contract.oracle import cut, equal_sizes, joined, uneven
+from tests.contract.shared_memory import PIECES
 from tests.helpers.raises import raises
 
 
@@ -235,7 +236,7 @@ def check_results_are_the_callers_own(comm):
         group = mesh.group()
         n = group.size
         # Large enough for the pool of result memory, but not in pieces of 7.
-        x = np.arange((50.0 if mesh._core.context.settings.chunk_elements else 16384.0) * n)
+        x = np.arange((50.0 if PIECES[0] else 16384.0) * n)
         calls = [
             lambda: group.all_reduce(x),
             lambda: group.reduce(x, root=group.rank) if n == 1 else group.all_reduce(x, "max"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from tests.contract.cases import ALL, LAYOUTS, WRITABLE, output, same, values
 from tests.contract.meshes import groups_of, mesh_of, world_size
 from tests.contract.oracle import cut, equal_sizes, joined, reduced, uneven
 from tests.contract.programs import BORDERS, every_planned, opened, run
+from tests.contract.shared_memory import PIECES
 from tests.helpers.raises import raises
 
 STARTS = 3
@@ -209,7 +209,7 @@ def check_every_planned_one_of_every_dtype(comm):
 
 def check_every_planned_one_of_sizes_where_other_ways_begin(comm):
     small, slot, piece, *_ = BORDERS
-    few = "MPIMESH_CHUNK_ELEMENTS" in os.environ or world_size(comm) > 4
+    few = PIECES[0] > 0 or world_size(comm) > 4
     borders = (small,) if few else (small, slot, piece)
 
     def shapes(dtype):
@@ -230,8 +230,7 @@ def check_a_planned_one_starts_again_while_a_later_one_is_under_way(comm):
         group = mesh.group()
         n, is_last = group.size, group.rank == group.size - 1
         y = np.ones(3)
-        in_pieces = "MPIMESH_CHUNK_ELEMENTS" in os.environ
-        for size in (1, 1000, 20_000)[: 1 if in_pieces else 3]:
+        for size in (1, 1000, 20_000)[: 1 if PIECES[0] else 3]:
             x, out = np.ones(size), np.empty(size)
             plans = [
                 group.all_reduce_init(x, out=out),

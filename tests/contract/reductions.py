@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import numpy as np
@@ -26,6 +25,7 @@ from tests.contract.cases import (
 from tests.contract.flight import Flight
 from tests.contract.meshes import groups_of, mesh_of
 from tests.contract.oracle import cut, equal_sizes, reduced, uneven
+from tests.contract.shared_memory import PIECES
 from tests.helpers.raises import raises
 
 
@@ -377,9 +377,8 @@ def check_min_and_max_of_nan_are_those_of_numpy_with_the_same_bits_on_all_ranks(
     rng = np.random.default_rng(8)
     with mesh_of(comm) as mesh:
         mesh.add_group("turned", range(mesh.world_size)[::-1])
-        in_pieces = "MPIMESH_CHUNK_ELEMENTS" in os.environ
         for turn, dtype in enumerate([*FLOATS, *HALVES]):
-            for size in (1, 8, 300, 9000, 140_000)[: 3 if turn > 1 or in_pieces else 5]:
+            for size in (1, 8, 300, 9000, 140_000)[: 3 if turn > 1 or PIECES[0] else 5]:
                 group = mesh.group(str(rng.choice(mesh.group_names)))
                 op = str(rng.choice(["min", "max"]))
                 inputs = [_specials(rng, size, dtype) for _ in group.ranks]

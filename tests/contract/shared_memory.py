@@ -1,4 +1,4 @@
-"""Communicators whose ranks share memory, and arrays in it, for the tests of that transport."""
+"""Communicators whose ranks share memory, arrays in it, and meshes of nodes that are made up."""
 
 from __future__ import annotations
 
@@ -6,16 +6,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from mpimesh.comm.arena import Node
 from mpimesh.comm.engine import ProgressEngine
+from mpimesh.runtime.world import current_world
 
-__all__ = ["MEMORIES", "done", "node_of", "opened", "put", "reduced_in_order"]
+__all__ = [
+    "MEMORIES",
+    "PIECES",
+    "done",
+    "node_of",
+    "nodes_of",
+    "opened",
+    "pieces_of",
+    "put",
+    "reduced_in_order",
+]
 
 MEMORIES = ("ordinary", "shared", "mixed")
 """Where the ranks' arrays lie; mixed: on every second rank in shared memory."""
+
+PIECES = [0]
+"""Most elements in one MPI call, as `pieces_of` says; 0 for what this MPI can do."""
 
 _FUNCTIONS: dict[str, Any] = {
     "sum": np.add,
@@ -30,6 +45,37 @@ _FUNCTIONS: dict[str, Any] = {
 def node_of(part: int) -> Any:
     """Return this process's memory, one for all tests: address space is not given back."""
     return Node(part)
+
+
+@contextmanager
+def nodes_of(ranks: int) -> Iterator[None]:
+    """Take each `ranks` consecutive ranks of MPI's world for a node, in meshes made inside.
+
+    Args:
+        ranks: How many; 0 for the real nodes.
+    """
+    from mpi4py import MPI  # late: importing it starts MPI
+
+    if not ranks:
+        yield
+        return
+    # Which ranks are a node is found out with the first mesh of a process.
+    with patch.object(current_world(), "node", node_of(MPI.COMM_WORLD.rank // ranks)):
+        yield
+
+
+@contextmanager
+def pieces_of(elements: int) -> Iterator[None]:
+    """Have at most so many elements in one MPI call, in meshes made inside."""
+    from mpimesh.comm import routed  # late: importing it starts MPI
+
+    in_pieces = partial(routed.routed, limit=elements)
+    with patch.object(routed, "routed", in_pieces):
+        PIECES[0] = elements
+        try:
+            yield
+        finally:
+            PIECES[0] = 0
 
 
 @contextmanager

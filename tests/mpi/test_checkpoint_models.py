@@ -10,6 +10,7 @@ import pytest
 import mpimesh as mm
 from mpimesh import nn, optim
 from mpimesh.runtime.agreement import agree
+from tests.contract.shared_memory import nodes_of
 from tests.helpers.parallel_models import SEED, batch, cut, layers
 
 
@@ -23,13 +24,10 @@ def folder(comm, tmp_path_factory):
 
 
 @pytest.fixture
-def apart(monkeypatch, request):
+def apart(request):
     """Have so many ranks on a node, if asked to."""
-    from mpimesh.runtime.world import current_world
-
-    if request.param:
-        monkeypatch.setenv("MPIMESH_NODE_RANKS", str(request.param))
-        monkeypatch.setattr(current_world(), "node", None)
+    with nodes_of(request.param):
+        yield
 
 
 def make(mesh, stage, **options):

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.runtime.world import current_world
-from tests.contract.shared_memory import MEMORIES, done, opened, put, reduced_in_order
+from tests.contract.shared_memory import MEMORIES, done, nodes_of, opened, put, reduced_in_order
 from tests.helpers.depth import deep, deep_but
 
 NODE_RANKS = [2, 3, 4]
@@ -229,11 +228,8 @@ def test_small_and_large_arrays_by_turns(comm):
 
 @pytest.mark.nprocs(3, 4, 8)
 def test_a_mesh_over_made_up_nodes(comm, monkeypatch):
-    monkeypatch.setenv("MPIMESH_NODE_RANKS", "2")
     monkeypatch.setenv("MPIMESH_NODE_SHARED", "always")
-    # Which ranks are a node is found out with the first mesh of a process: as if this were it.
-    monkeypatch.setattr(current_world(), "node", None)
-    with mm.DeviceMesh("dp=-1", comm) as mesh:
+    with nodes_of(2), mm.DeviceMesh("dp=-1", comm) as mesh:
         group = mesh.group("dp")
         assert any("between them by MPI" in route.reason for route in group.algorithms())
         for size in (1, 1000, 70_000):

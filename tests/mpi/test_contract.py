@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from mpimesh.runtime.world import current_world
 from tests.contract.mismatches import swapped_calls_on_lines_of_their_own
-from tests.contract.shared_memory import node_of
+from tests.contract.shared_memory import nodes_of, pieces_of
 from tests.contract.suite import CHECKS, cases, cases_of_checks
 from tests.helpers.depth import deep_but
 
 MODES = {
     "checked": {"MPIMESH_CHECKS": "1"},
     "unchecked": {"MPIMESH_CHECKS": "0"},
-    "chunks of 7": {"MPIMESH_CHECKS": "0", "MPIMESH_CHUNK_ELEMENTS": "7"},
-    "shared": {
-        "MPIMESH_CHECKS": "0",
-        "MPIMESH_CHUNK_ELEMENTS": "7",  # which makes the stage as small as it can be
-        "MPIMESH_NODE_SHARED": "always",
-    },
-    "two levels": {
-        "MPIMESH_CHECKS": "0",
-        "MPIMESH_NODE_SHARED": "always",
-        "MPIMESH_NODE_RANKS": "2",
-    },
+    "chunks of 7": {"MPIMESH_CHECKS": "0"},
+    "shared": {"MPIMESH_CHECKS": "0", "MPIMESH_NODE_SHARED": "always"},
+    "two levels": {"MPIMESH_CHECKS": "0", "MPIMESH_NODE_SHARED": "always"},
 }
-
 
 MOVING = (
     "reductions: all reduce of every dtype and op",
@@ -81,22 +71,23 @@ def test_unchecked(name, mode, comm, monkeypatch):
     deep_but(cases(data_modes=("chunks of 7",), checked=False), *moving("chunks of 7")),
 )
 def test_other_modes(name, mode, comm, monkeypatch):
-    run(name, mode, comm, monkeypatch)
+    with pieces_of(7):
+        run(name, mode, comm, monkeypatch)
 
 
 # Messages between two ranks are the same in these.
 @pytest.mark.nprocs(2, 4, 8)
 @pytest.mark.parametrize(("name", "mode"), deep_but(collectives("shared"), *moving("shared")))
 def test_shared(name, mode, comm, monkeypatch):
-    run(name, mode, comm, monkeypatch)
+    with pieces_of(7):
+        run(name, mode, comm, monkeypatch)
 
 
 @pytest.mark.nprocs(3)
 @pytest.mark.parametrize(("name", "mode"), collectives("two levels"))
 def test_two_levels(name, mode, comm, monkeypatch):
-    # Which ranks are a node is found out with the first mesh of a process.
-    monkeypatch.setattr(current_world(), "node", node_of(comm.rank // 2))
-    run(name, mode, comm, monkeypatch)
+    with nodes_of(2):
+        run(name, mode, comm, monkeypatch)
 
 
 def test_lines_are_compared_at_level_two(comm, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mpimesh as mm
+from tests.contract.shared_memory import nodes_of
 from tests.helpers.dtensor_oracle import placements, split
 
 RANKS = MPI.COMM_WORLD.size
@@ -94,12 +95,11 @@ def test_what_is_not_written_until_it_is_read(way):
 
 
 @pytest.mark.skipif(RANKS < 4, reason="takes two nodes of two ranks")
-def test_copies_on_the_same_node_come_first(monkeypatch):
+def test_copies_on_the_same_node_come_first():
     """Nodes of two ranks: rows are held by ranks 0 and 2, and by 1 and 3; each node has all."""
-    monkeypatch.setenv("MPIMESH_NODE_RANKS", "2")
     x = np.arange(32.0).reshape(4, 8)
     copies, rows = mm.Mesh("copy=2,row=2", ids=range(4)), mm.Mesh("row=2,copy=2", ids=[1, 3, 0, 2])
-    with mm.DeviceMesh(copies) as here, mm.DeviceMesh(rows) as there:
+    with nodes_of(2), mm.DeviceMesh(copies) as here, mm.DeviceMesh(rows) as there:
         a = mm.distribute(x, here, "row=S0")
         b = a.redistribute("row=R", mesh=there)
         assert not b.is_member or np.array_equal(b.local, x)

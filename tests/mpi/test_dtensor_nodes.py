@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 import mpimesh as mm
 from mpimesh.layout import LinkCost, LinkCosts
-from mpimesh.runtime.world import current_world
+from tests.contract.shared_memory import nodes_of
 from tests.helpers.depth import deep
 from tests.helpers.dtensor_oracle import placements, split
 
@@ -19,21 +19,14 @@ LATE_BETWEEN = LinkCosts(LinkCost(1e-9, 1e12), LinkCost(1.0, 1e12))
 pytestmark = pytest.mark.skipif(RANKS < 3, reason="takes a node of two ranks and another one")
 
 
-def made_up(monkeypatch, node_ranks):
-    monkeypatch.setenv("MPIMESH_NODE_RANKS", str(node_ranks))
-    # Which ranks are a node is found out with the first mesh of a process: as if this were it.
-    monkeypatch.setattr(current_world(), "node", None)
-
-
 @pytest.mark.parametrize("dims", [f"a={RANKS}", *([f"a=2,b={RANKS // 2}"] * (RANKS % 2 == 0))])
 @pytest.mark.parametrize("node_ranks", [2, *deep(3)])
-def test_on_two_levels(dims, node_ranks, monkeypatch):
+def test_on_two_levels(dims, node_ranks):
     if node_ranks >= RANKS:
         pytest.skip("takes more than one node")
-    made_up(monkeypatch, node_ranks)
     x = np.arange(90 * 14.0).reshape(90, 14)
     levels = set()
-    with mm.DeviceMesh(dims) as mesh:
+    with nodes_of(node_ranks), mm.DeviceMesh(dims) as mesh:
         mesh._core.links = SLOW_BETWEEN
         rows = placements(mesh.ndim)
         pairs = [(a, row) for a in [split(x, mesh, row) for row in rows] for row in rows]
@@ -52,11 +45,10 @@ def test_on_two_levels(dims, node_ranks, monkeypatch):
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_by_a_collective_of_the_group(axis, monkeypatch):
+def test_by_a_collective_of_the_group(axis):
     """Each rank is a node of its own, where a message takes long."""
-    made_up(monkeypatch, 1)
     x = np.arange(13 * 11.0).reshape(13, 11)
-    with mm.DeviceMesh("a=-1") as mesh:
+    with nodes_of(1), mm.DeviceMesh("a=-1") as mesh:
         mesh._core.links = LATE_BETWEEN
         cut, summands = mm.distribute(x, mesh, f"S{axis}"), split(x, mesh, ("P",))
         for a, row, kind in (
@@ -75,10 +67,9 @@ def test_by_a_collective_of_the_group(axis, monkeypatch):
 
 
 @pytest.mark.parametrize("node_ranks", [0, 1, 2])
-def test_links_are_measured_alike_on_all_ranks(node_ranks, monkeypatch):
-    made_up(monkeypatch, node_ranks)
+def test_links_are_measured_alike_on_all_ranks(node_ranks):
     half = mm.Mesh("a=2", ids=[0, RANKS - 1])
-    with mm.DeviceMesh(half) as mesh:
+    with nodes_of(node_ranks), mm.DeviceMesh(half) as mesh:
         assert not mesh.links.measured
         links = mesh.measure_links()
         assert links == mesh.links

@@ -7,6 +7,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim
+from tests.contract.shared_memory import nodes_of
 from tests.helpers.parallel_models import (
     SEED,
     batch,
@@ -47,11 +48,9 @@ def test_what_one_rank_writes_at_stage_3_all_ranks_of_the_node_read(comm):
 
 
 @pytest.fixture
-def nodes_of_two(monkeypatch):
-    from mpimesh.runtime.world import current_world
-
-    monkeypatch.setenv("MPIMESH_NODE_RANKS", "2")
-    monkeypatch.setattr(current_world(), "node", None)
+def nodes_of_two():
+    with nodes_of(2):
+        yield
 
 
 @pytest.mark.nprocs(2, 3, 4, 8)

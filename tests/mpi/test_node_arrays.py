@@ -7,6 +7,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.errors import MismatchError, ShapeError
+from tests.contract.shared_memory import nodes_of
 from tests.helpers.raises import raises
 
 
@@ -31,12 +32,8 @@ def test_what_one_rank_writes_all_ranks_of_the_node_read(comm, shape):
         assert (table == 8).all()
 
 
-def test_once_for_each_node(comm, monkeypatch):
-    monkeypatch.setenv("MPIMESH_NODE_RANKS", "2")
-    from mpimesh.runtime.world import current_world
-
-    monkeypatch.setattr(current_world(), "node", None)
-    with mm.DeviceMesh("dp=-1", comm) as mesh:
+def test_once_for_each_node(comm):
+    with nodes_of(2), mm.DeviceMesh("dp=-1", comm) as mesh:
         group = mesh.group()
         table, writes = group.empty_once(10, "int64")
         alone = comm.rank % 2 == 0 and comm.rank == comm.size - 1

@@ -11,6 +11,7 @@ import mpimesh as mm
 from mpimesh.nn import Constant, Parameter
 from mpimesh.parallel import GradientBuckets
 from mpimesh.runtime.world import current_world
+from tests.contract.shared_memory import pieces_of
 from tests.helpers.parallel_models import assert_same, train_alone, train_on
 
 MESHES = {2: ["dp=2", "pp=2"], 4: ["dp=2,pp=2"], 8: ["dp=4,pp=2"]}
@@ -23,16 +24,14 @@ def bits(trained):
 
 @pytest.mark.nprocs(2, 3, 4, 8)
 def test_training_twice_gives_the_same_bits(comm, monkeypatch):
+    monkeypatch.setenv("MPIMESH_NODE_SHARED", "always")
     for dims in MESHES.get(comm.size, [f"dp={comm.size}"]):
-        monkeypatch.setenv("MPIMESH_NODE_SHARED", "always")
         with mm.DeviceMesh(dims, comm) as mesh:
             runs = [train_on(mesh, 3, 13) for _ in range(2)]
             assert_same(runs[0], train_alone(3, 13))
             assert bits(runs[0]) == bits(runs[1])
-        monkeypatch.setenv("MPIMESH_CHUNK_ELEMENTS", "7")
-        with mm.DeviceMesh(dims, comm) as mesh:
+        with pieces_of(7), mm.DeviceMesh(dims, comm) as mesh:
             assert_same(train_on(mesh, 3, 13), train_alone(3, 13))
-        monkeypatch.delenv("MPIMESH_CHUNK_ELEMENTS")
 
 
 @pytest.mark.nprocs(2, 3, 4, 8)

@@ -10,6 +10,7 @@ import pytest
 import mpimesh as mm
 from mpimesh.errors import MismatchError
 from tests.contract.mismatch_cases import COLLECTIVES, differences, plannings
+from tests.contract.shared_memory import nodes_of
 from tests.helpers.depth import deep, deep_but
 from tests.helpers.named_ranks import named_ranks
 
@@ -312,9 +313,8 @@ def test_many_under_way_resolved_in_any_order(comm):
 
 
 @pytest.mark.nprocs(4)
-def test_ranks_of_several_nodes_compare_inside_each(comm, monkeypatch):
-    monkeypatch.setenv("MPIMESH_NODE_RANKS", "2")
-    with mm.DeviceMesh("dp=2,tp=2", comm) as mesh:
+def test_ranks_of_several_nodes_compare_inside_each(comm):
+    with nodes_of(2), mm.DeviceMesh("dp=2,tp=2", comm) as mesh:
         across, inside = mesh.group("dp"), mesh.group("tp")
         for _ in range(3):
             assert across.all_reduce(np.ones(3)).resolve()[0] == 2

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
+from tests.contract.shared_memory import nodes_of
 from tests.helpers.depth import deep
 
 ROWS, COLUMNS = 13, 17
@@ -16,13 +17,10 @@ ROWS, COLUMNS = 13, 17
 @pytest.fixture(params=["in shared memory", "two ranks a node", "by messages"])
 def where(request, monkeypatch):
     """Have the blocks read in place, read and sent, or sent."""
-    if request.param == "two ranks a node":
-        from mpimesh.runtime.world import current_world
-
-        monkeypatch.setenv("MPIMESH_NODE_RANKS", "2")
-        monkeypatch.setattr(current_world(), "node", None)
     shared = "never" if request.param == "by messages" else "always"
     monkeypatch.setenv("MPIMESH_NODE_SHARED", shared)
+    with nodes_of(2 * (request.param == "two ranks a node")):
+        yield
 
 
 def whole():

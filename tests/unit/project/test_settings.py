@@ -17,11 +17,10 @@ def test_each_variable_reaches_its_field():
     given = {
         "MPIMESH_CHECKS": "2",
         "MPIMESH_TIMEOUT_S": "1.5",
-        "MPIMESH_CHUNK_ELEMENTS": "7",
         "MPIMESH_CUDA_AWARE": "no",
     }
     read = Settings.from_environment(given)
-    assert (read.checks, read.timeout_s, read.chunk_elements) == (2, 1.5, 7)
+    assert (read.checks, read.timeout_s) == (2, 1.5)
     assert read.cuda_aware == "no"
 
 
