@@ -29,20 +29,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from mpimesh.errors import SettingsError
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Settings"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Settings", "unknown_variables"]
 
 DEFAULT_TIMEOUT_S = 1800.0
 _SHORTEST_TIMEOUT_S = 0.1
-
-# A setting that is no number, and its words.
-_WORDS = {
-    "MPIMESH_NODE_SHARED": ("auto", "always", "never"),
-    "MPIMESH_CUDA_AWARE": ("auto", "yes", "no"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,48 +61,60 @@ class Settings:
         """Read the settings from `environment`, by default the process's own.
 
         Raises:
-            SettingsError: If a variable is unknown or its value is none of those it may have.
+            SettingsError: If the value of a variable is none of those it may have.
         """
         environment = os.environ if environment is None else environment
-        known = {f"MPIMESH_{field.name.upper()}": field for field in fields(cls)}
-        values: dict[str, Any] = {}
-        for variable in sorted(environment):
-            if not variable.startswith("MPIMESH_") or variable.startswith("MPIMESH_BUILD_"):
-                continue
-            if variable not in known:
-                raise SettingsError(
-                    f"{variable} is not a variable of mpimesh; known: {', '.join(sorted(known))}"
-                )
-            field, text = known[variable], environment[variable]
-            if variable in _WORDS:
-                values[field.name] = _word(variable, text)
-            elif field.type == "str":
-                values[field.name] = text
-            else:
-                values[field.name] = _number(variable, text, whole=field.type == "int")
-        if values.get("checks", 0) not in (0, 1, 2):
-            raise SettingsError(f"MPIMESH_CHECKS must be 0, 1 or 2, got {values['checks']}")
-        if 0 < values.get("timeout_s", 0) < _SHORTEST_TIMEOUT_S:
-            raise SettingsError(
-                f"MPIMESH_TIMEOUT_S must be at least {_SHORTEST_TIMEOUT_S} seconds, or 0 for no "
-                f"limit, got {values['timeout_s']:g}: MPI itself takes longer to start"
-            )
-        return cls(**values)
+        return cls(
+            checks=int(_word(environment, "MPIMESH_CHECKS", "0", "1", "2")),
+            timeout_s=_timeout_s(environment, "MPIMESH_TIMEOUT_S"),
+            record_dir=environment.get("MPIMESH_RECORD_DIR", ""),
+            cuda_aware=_word(environment, "MPIMESH_CUDA_AWARE", "auto", "yes", "no"),
+            node_shared=_word(environment, "MPIMESH_NODE_SHARED", "auto", "always", "never"),
+        )
 
 
-def _word(variable: str, text: str) -> str:
-    if text not in _WORDS[variable]:
-        words = ", ".join(_WORDS[variable])
-        raise SettingsError(f"{variable} must be one of {words}, got {text!r}")
+_NAMES = [f"MPIMESH_{field.name.upper()}" for field in fields(Settings)]
+
+
+def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]:
+    """Return a warning of each ``MPIMESH_*`` variable that is no setting."""
+    unknown = [
+        variable
+        for variable in sorted(os.environ if environment is None else environment)
+        if variable.startswith("MPIMESH_")
+        and not variable.startswith("MPIMESH_BUILD_")
+        and variable not in _NAMES
+    ]
+    if not unknown:
+        return []
+    from difflib import get_close_matches  # late: it is seldom needed
+
+    nearest = [get_close_matches(one.upper(), _NAMES, n=1, cutoff=0.0)[0] for one in unknown]
+    return [
+        f"{variable} is no setting of mpimesh and is ignored; the nearest is {near}"
+        for variable, near in zip(unknown, nearest, strict=True)
+    ]
+
+
+def _word(environment: Mapping[str, str], variable: str, *words: str) -> str:
+    """Return the value of a variable that has one of `words`, by default the first."""
+    text = environment.get(variable, words[0])
+    if text not in words:
+        raise SettingsError(f"{variable} must be one of {', '.join(words)}, got {text!r}")
     return text
 
 
-def _number(variable: str, text: str, *, whole: bool) -> float | int:
+def _timeout_s(environment: Mapping[str, str], variable: str) -> float:
+    text = environment.get(variable, str(DEFAULT_TIMEOUT_S))
     try:
-        value = int(text) if whole else float(text)
+        value = float(text)
     except ValueError:
-        kind = "whole number" if whole else "number of seconds"
-        raise SettingsError(f"{variable} must be a {kind}, got {text!r}") from None
+        raise SettingsError(f"{variable} must be a number of seconds, got {text!r}") from None
     if not 0 <= value < float("inf"):
         raise SettingsError(f"{variable} must not be negative or infinite, got {text!r}")
+    if 0 < value < _SHORTEST_TIMEOUT_S:
+        raise SettingsError(
+            f"{variable} must be at least {_SHORTEST_TIMEOUT_S} seconds, or 0 for no limit, got "
+            f"{text!r}: MPI itself takes longer to start"
+        )
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -40,7 +41,7 @@ from mpimesh.runtime import DeviceMesh, Launch, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.link_speeds import best_s, ping_pong
 from mpimesh.runtime.world import solo_communicator
-from mpimesh.settings import Settings
+from mpimesh.settings import Settings, unknown_variables
 
 __all__ = ["SHARED_MEMORY", "capability_table", "examine", "measure", "measure_device"]
 
@@ -81,6 +82,8 @@ def examine(at: Callable[[str], None], *, fresh: bool = False) -> Diagnosis:
     ][:1]
     # From here on only what all ranks can do.
     whole = not problems and launch.size in (1, communicator.size)
+    unknown = dict.fromkeys(text for one in facts for text in one["unknown"])
+    problems += [Finding("warning", text, "unset it, or mend its name") for text in unknown]
     why_not_kept = cache_problem()
     if why_not_kept:
         what = f"what is proven is not kept for later jobs: {why_not_kept}"
@@ -98,7 +101,9 @@ def examine(at: Callable[[str], None], *, fresh: bool = False) -> Diagnosis:
             probed = PROCESS_PROBE.run(communicator, fresh=fresh)
             problems += [Finding("note", note) for note in PROCESS_PROBE.notes]
         at("making a mesh and reducing over all ranks")
-        algorithms, ways, wrong = _try_mesh(communicator, on_device=on_device)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "MPIMESH_")  # it is found above
+            algorithms, ways, wrong = _try_mesh(communicator, on_device=on_device)
         problems += [Finding("error", what, _REPORT) for what in wrong]
     communicator.free()
     return Diagnosis(
@@ -154,7 +159,7 @@ def _about_me(
         problem = str(error)
     versions = f"{software}, {mpi.vendor} {mpi.version}"
     mine = find_rank(rank, local_rank, launch, software=versions)
-    return {"rank": asdict(mine), "problem": problem}
+    return {"rank": asdict(mine), "problem": problem, "unknown": unknown_variables()}
 
 
 def _speeds(

@@ -32,7 +32,6 @@ from mpimesh.mesh import (
     GroupSpec,
     Mesh,
     MeshTopology,
-    SharedGpu,
     pick_device,
     shared_gpus,
     sharing_text,
@@ -47,7 +46,7 @@ from mpimesh.runtime.link_speeds import measured_links
 from mpimesh.runtime.live_groups import LiveGroups, refuse_unfinished
 from mpimesh.runtime.work import OpenWork
 from mpimesh.runtime.world import MeshContext, world_of
-from mpimesh.settings import Settings
+from mpimesh.settings import Settings, unknown_variables
 from mpimesh.trace import Tracer
 
 __all__ = ["MeshArgument", "MeshCore"]
@@ -92,12 +91,19 @@ class MeshCore:
             context.tracer = tracer
         self.links = DEFAULT_LINK_COSTS
         self.groups: LiveGroups | None = None
+
+        def asked() -> tuple[Mesh, MeshTopology | None]:
+            if control.rank == 0:
+                for text in unknown_variables():
+                    _warn_once(text, RuntimeWarning)  # where that is an error, all ranks raise
+            return _as_mesh(dims, control.size, name)
+
         with context.progress.watched(Call("DeviceMesh", WORLD), control):
             try:
                 mesh, topology = agree_alike(
                     context,
                     "DeviceMesh",
-                    lambda: _as_mesh(dims, control.size, name),
+                    asked,
                     lambda made: f"{made[0]}, {made[1]}, {settings}",
                 )
                 # Before any group: what moves device memory asks which device is current.
@@ -349,8 +355,8 @@ class RankDevices:
         )
         shared = shared_gpus(self.table)
         users = [one for one in shared if sum(records[rank][2] for rank in one.ranks) > 1]
-        if self._rank == 0:
-            self._warn(users)
+        if users and self._rank == 0:
+            _warn_once(sharing_text(users), SharedGpuWarning)
         if cupy_in_use():
             make_current(mine)
 
@@ -366,18 +372,21 @@ class RankDevices:
             make_current(device)
             if self._world.virtual is None:
                 # The first of those who share it warns: the others may not come here at all.
-                shared = shared_gpus(self.table)
-                self._warn([one for one in shared if one.ranks[0] == self._rank])
+                mine = [one for one in shared_gpus(self.table) if one.ranks[0] == self._rank]
+                if mine:
+                    _warn_once(sharing_text(mine), SharedGpuWarning)
         return device
 
-    def _warn(self, shared: Sequence[SharedGpu]) -> None:
-        """Warn of shared GPUs, once for each process."""
-        text = sharing_text(shared)
-        told = self._world.told
-        if shared and text not in told:
-            told.add(text)
-            filename, line = site_line(call_site())
-            warnings.warn_explicit(text, SharedGpuWarning, filename, line)
+
+_WARNED = set[str]()
+
+
+def _warn_once(text: str, kind: type[Warning]) -> None:
+    """Warn, with the line of the call, once in a process."""
+    if text not in _WARNED:
+        _WARNED.add(text)
+        filename, line = site_line(call_site())
+        warnings.warn_explicit(text, kind, filename, line)
 
 
 def _local_rank(facts: Sequence[tuple[str, int | None]], rank: int) -> int:

@@ -78,7 +78,6 @@ class World:
             an MPI world.
         threads_may_fail: Whether an exception in a thread leaves the job alone, because
             somebody else, such as a test runner, answers for it.
-        told: Warnings that were given already.
     """
 
     virtual: Communicator | None = None
@@ -91,7 +90,6 @@ class World:
     channels: ControlChannels | None = None
     node: Node | None = None
     threads_may_fail: bool = False
-    told: set[str] = field(default_factory=set)
     _devices: tuple[Device, ...] = ()
 
     def devices(self) -> tuple[Device, ...]:

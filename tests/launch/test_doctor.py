@@ -58,12 +58,19 @@ def test_worlds_of_one_rank_are_told_with_what_mends_it(launch):
 
 
 @pytest.mark.deep
-def test_a_setting_that_is_none_is_an_error(launch):
-    result = launch(2, [*DOCTOR, "--json"], env={"MPIMESH_CHEKCS": "1"})
-    told = json.loads(result.stdout)
-    assert told["healthy"] is False
-    assert "MPIMESH_CHEKCS is not a variable" in told["findings"][0]["what"]
-    assert result.returncode != 0
+@pytest.mark.parametrize(
+    ("variable", "severity", "told"),
+    [("MPIMESH_CHECKS", "error", "'on'"), ("MPIMESH_CHEKCS", "warning", "MPIMESH_CHECKS")],
+)
+def test_settings_that_cannot_be_are_found(launch, variable, severity, told):
+    result = launch(2, [*DOCTOR, "--json"], env={variable: "on"})
+    page = json.loads(result.stdout)
+    (finding,) = [one for one in page["findings"] if variable in one["what"]]
+    assert finding["severity"] == severity
+    names(finding["what"], variable, told)
+    assert page["healthy"] is (severity == "warning"), str(result)
+    assert (result.returncode == 0) is page["healthy"]
+    assert variable not in result.stderr, str(result)
 
 
 @pytest.mark.deep

@@ -44,13 +44,21 @@ def test_a_mismatch_of_all_ranks_is_told_once(launch, within):
 @pytest.mark.parametrize("before", ["", *deep("from mpi4py import MPI")])
 def test_a_setting_that_cannot_be_is_told_once(launch, before):
     text = f"{before}\nimport mpimesh as mm\nmm.DeviceMesh('dp=-1')"
-    result = launch(4, text, env={"MPIMESH_CHEKCS": "1"}, timeout_s=LIMIT_S)
+    result = launch(4, text, env={"MPIMESH_CHECKS": "on"}, timeout_s=LIMIT_S)
     assert result.returncode == 1, str(result)
-    assert result.stderr.count("SettingsError: MPIMESH_CHEKCS is not") == 1, str(result)
+    assert result.stderr.count("SettingsError: MPIMESH_CHECKS must be") == 1, str(result)
     assert result.stderr.count("Traceback") == 1, str(result)
     # Of rank 0, of several, or of another that came to it much sooner.
     assert re.search(r"\[ranks? \d\S*\] mpimesh.errors.SettingsError: ", result.stderr), str(result)
     assert not result.timed_out, str(result)
+
+
+@pytest.mark.deep
+def test_a_variable_that_is_no_setting_is_told_once(launch):
+    text = "import mpimesh as mm\nfor _ in range(2): mm.DeviceMesh('dp=-1').close()"
+    result = launch(4, text, env={"MPIMESH_CHEKCS": "1"}, timeout_s=LIMIT_S)
+    assert result.returncode == 0, str(result)
+    assert result.stderr.count("MPIMESH_CHEKCS is no setting") == 1, str(result)
 
 
 @pytest.mark.parametrize("stage", [*deep(0), 1])

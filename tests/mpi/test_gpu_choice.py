@@ -9,6 +9,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.errors import SharedGpuWarning
+from mpimesh.runtime import mesh_core
 from mpimesh.runtime.world import current_world
 from tests.devices.gpu_runtime import CupyOfDevices, uuid_of
 
@@ -23,7 +24,7 @@ def install(monkeypatch):
     def put(*uuids):
         monkeypatch.setitem(sys.modules, "cupy", CupyOfDevices(uuids))
         monkeypatch.setattr(world, "_devices", ())
-        monkeypatch.setattr(world, "told", set())
+        monkeypatch.setattr(mesh_core, "_WARNED", set())
 
     return put
 
