@@ -79,10 +79,9 @@ def mismatch(window: Window, ranks: Sequence[int], group: str) -> MismatchError:
         if digest:
             started.setdefault(_text(window, place, digest), []).append(ranks[place])
     rows = "; ".join(f"{rank_names(who)}: {text}" for text, who in started.items())
-    which = f", as its operation {number}" if number else ""
     return MismatchError(
-        f"the ranks of group {group!r} started different collectives, or with different "
-        f"arrays{which}: {rows or _UNKNOWN}; the group starts nothing more"
+        f"the ranks of group {group!r} started different collectives, or with different arrays, as "
+        f"its operation {number or '(not known)'}: {rows or _UNKNOWN}; the group starts nothing more"
     )
 
 
