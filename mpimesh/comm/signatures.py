@@ -81,7 +81,8 @@ def mismatch(window: Window, ranks: Sequence[int], group: str) -> MismatchError:
     rows = "; ".join(f"{rank_names(who)}: {text}" for text, who in started.items())
     return MismatchError(
         f"the ranks of group {group!r} started different collectives, or with different arrays, as "
-        f"its operation {number or '(not known)'}: {rows or _UNKNOWN}; the group starts nothing more"
+        f"its operation {number or '(not known)'}: {rows or _UNKNOWN}; "
+        "the group starts nothing more"
     )
 
 
