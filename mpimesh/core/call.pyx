@@ -42,8 +42,8 @@ cdef tuple _OWN = OWN
 cdef object _last_own = None  # the module whose function most calls come by
 
 
-cdef tuple _site():
-    """Return the innermost place outside mpimesh and NumPy: its code, and the offset in it."""
+cdef object _place(int *offset):
+    """Return the code of the innermost place outside mpimesh and NumPy, and the offset in it."""
     cdef PyFrameObject *frame = PyEval_GetFrame()
     cdef PyFrameObject *back
     cdef bint owned = False
@@ -63,7 +63,8 @@ cdef tuple _site():
             Py_XDECREF(<PyObject *>frame)
         frame, owned = back, True
     cdef PyCodeObject *code = PyFrame_GetCode(frame)
-    found = (<object><PyObject *>code, PyFrame_GetLasti(frame))
+    offset[0] = PyFrame_GetLasti(frame)
+    found = <object><PyObject *>code
     Py_XDECREF(<PyObject *>code)
     if owned:
         Py_XDECREF(<PyObject *>frame)
@@ -72,19 +73,32 @@ cdef tuple _site():
 
 def call_site():
     """Return the innermost place outside mpimesh and NumPy: its code, and the offset in it."""
-    return _site()
+    cdef int offset
+    code = _place(&offset)
+    return code, offset
 
 
 cdef class CallRecord:
     """The facts of a call: see :class:`mpimesh.runtime.call.Call`."""
 
-    cdef public object name, group, rule, shape, dtype, label, compared, peers, site, hint
+    cdef public object name, group, rule, shape, dtype, label, compared, peers, hint
+    cdef object code
+    cdef int offset
     cdef public Operation posted
     cdef public long number, record
     cdef public bint ended, planned
 
     def __cinit__(self):
         self.rule = self.dtype = self.hint = ""
+
+    @property
+    def site(self):
+        """Where it was called."""
+        return self.code, self.offset
+
+    @site.setter
+    def site(self, site):
+        self.code, self.offset = site
 
 
 # -- what every start reads ------------------------------------------------------------------------
@@ -171,25 +185,49 @@ cdef class OpenWork:
     resolved comes back here to stay, for its buffers are still written.
     """
 
-    cdef dict _ids  # of objects that take themselves out before they go
+    cdef PyObject *_first  # of a row of objects that take themselves out before they go
+    cdef PyObject *_last
+    cdef Py_ssize_t _size
     cdef list _dropped
     cdef object __weakref__
 
     def __cinit__(self):
-        self._ids, self._dropped = {}, []
+        self._dropped = []
 
     def __len__(self):
-        return len(self._ids)
+        return self._size
 
     def all(self):
         """Return it in the order of its start."""
-        return [<object><PyObject *><size_t>one for one in self._ids]
+        cdef PyObject *one = self._first
+        found = []
+        while one != NULL:
+            found.append(<object>one)
+            one = (<Handle>one)._next
+        return found
 
     cdef void add(self, Handle handle):
-        self._ids[<size_t><PyObject *>handle] = None
+        handle._before, handle._next, handle._is_open = self._last, NULL, True
+        if self._last == NULL:
+            self._first = <PyObject *>handle
+        else:
+            (<Handle>self._last)._next = <PyObject *>handle
+        self._last = <PyObject *>handle
+        self._size += 1
 
     cdef void remove(self, Handle handle):
-        self._ids.pop(<size_t><PyObject *>handle, None)
+        if not handle._is_open:
+            return
+        if handle._before == NULL:
+            self._first = handle._next
+        else:
+            (<Handle>handle._before)._next = handle._next
+        if handle._next == NULL:
+            self._last = handle._before
+        else:
+            (<Handle>handle._next)._before = handle._before
+        handle._is_open = False
+        self._size -= 1
         if self._dropped and handle in self._dropped:
             self._dropped.remove(handle)
 
@@ -210,6 +248,9 @@ cdef class Handle:
     cdef public bint _resolved, _interrupted
     cdef OpenWork _work
     cdef State _state
+    cdef PyObject *_before  # of what is open, and not resolved
+    cdef PyObject *_next
+    cdef bint _is_open
     cdef object __weakref__
 
     __class_getitem__ = classmethod(GenericAlias)
@@ -273,10 +314,10 @@ cdef class Handle:
         operation = <Operation>self._request
         # Alone, it may yield for long; else what goes by MPI is to be moved, too.
         if not operation.c.state:
-            operation.spend(1e-3 if len(self._work._ids) == 1 else 5e-5)
+            operation.spend(1e-3 if self._work._size == 1 else 5e-5)
         if operation.c.state != NODE_DONE:
             return self._resolve(None)
-        operation.bound.window.sweep()
+        operation.window.sweep()
         if operation.c.kind in (NODE_REDUCE, NODE_GATHER, NODE_BROADCAST, NODE_SCATTER) and operation.differs():
             return self._resolve(None)
         if self._prepared is not None:
@@ -325,7 +366,8 @@ cdef class PlanRecord:
     cdef int ndim
     cdef cnp.npy_intp sizes[64]  # the most axes that NumPy has
     # What the flight record says of the call that was recorded last.
-    cdef object site
+    cdef object code
+    cdef int offset
     cdef bytes text
     # What the next call must be for this one to be used.
     cdef object make, descr
@@ -473,7 +515,9 @@ cdef class Starter:
         if prepared is None:
             prepared = self._barrier = self.core.plan_barrier()
         if label is None and type(prepared.begin) is Bound and self.ready():
-            return self.launch(prepared.plan, <Bound>prepared.begin, self.new_call(prepared.plan, None), None)
+            return self.launch(
+                prepared.plan, (<Bound>prepared.begin).operation(), self.new_call(prepared.plan, None), None
+            )
         return self.submit(self.new_call(prepared.plan, label), prepared)
 
     def submit(self, CallRecord call not None, Prepared prepared not None, lock=None):
@@ -556,7 +600,7 @@ cdef class Starter:
             return None
         if type(prepared.value) is cnp.ndarray and not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>prepared.value):
             return None
-        handle = self.launch(plan, <Bound>prepared.begin, call, prepared.value)
+        handle = self.launch(plan, (<Bound>prepared.begin).operation(), call, prepared.value)
         prepared.busy, call.ended, handle._prepared = True, False, prepared
         return handle
 
@@ -616,7 +660,7 @@ cdef class Starter:
     cdef Handle start(self, PlanRecord plan, cnp.ndarray x, out):
         """Start a plan on these arrays; None if they need more work."""
         cdef cnp.ndarray target = None
-        cdef Bound bound
+        cdef Operation operation
         cdef char *source = <char *>cnp.PyArray_DATA(x)
         cdef char *result
         if not self.ready() or not cnp.PyArray_IS_C_CONTIGUOUS(x) or not cnp.PyArray_ISALIGNED(x):
@@ -645,13 +689,13 @@ cdef class Starter:
                 return None
         else:
             return None
-        bound = Bound.__new__(Bound)
-        bound.c, bound.window, bound.send, bound.recv = plan.bound.c, self.window, x, target
-        bound.tables = plan.bound
-        bound.c.source_data = source
-        bound.c.out = NULL if target is None else <char *>cnp.PyArray_DATA(target)
-        bound.place()
-        return self.launch(plan, bound, self.new_call(plan, None), target)
+        operation = Operation.__new__(Operation)
+        operation.c, operation.bound, operation.window = plan.bound.c, plan.bound, self.window
+        operation.send, operation.recv = x, target
+        operation.c.source_data = source
+        operation.c.out = NULL if target is None else <char *>cnp.PyArray_DATA(target)
+        self.window.place(&operation.c, x)
+        return self.launch(plan, operation, self.new_call(plan, None), target)
 
     cdef CallRecord new_call(self, PlanRecord plan, label):
         """Return the record of a call of a plan made here."""
@@ -660,22 +704,24 @@ cdef class Starter:
             return self._call(plan.name, self.name, plan.rule, plan.shape_in, plan.kind, label, plan.compared)
         call = <CallRecord>_new(self._call)
         call.name, call.group, call.rule, call.shape = plan.name, self.name, plan.rule, plan.shape_in
-        call.dtype, call.compared, call.site = plan.kind, plan.compared, _site()
+        call.dtype, call.compared, call.code = plan.kind, plan.compared, _place(&call.offset)
         return call
 
-    cdef Handle launch(self, PlanRecord plan, Bound bound, CallRecord call, value):
+    cdef Handle launch(self, PlanRecord plan, Operation operation, CallRecord call, value):
         """Start what is bound, and give its handle out."""
         cdef Handle handle = <Handle>_new(self._handle)
         call.number = self.communicator.started = self.communicator.started + 1
         handle._group, handle._call, handle._value = self.core, call, value
         if self.state.recorder is not None:
-            if plan.site is None or <tuple>call.site != <tuple>plan.site:
-                plan.site, plan.text = call.site, self.state.recorder.text_of(self.core, call)
+            if plan.code is not call.code or plan.offset != call.offset:
+                plan.code, plan.offset = call.code, call.offset
+                plan.text = self.state.recorder.text_of(self.core, call)
             call.record = self.state.recorder.write(call.number, plan.nbytes, plan.text)
-        bound.c.call = <unsigned int>call.number
+        operation.c.call = <unsigned int>call.number
         if plan.digest:
-            bound.c.digest = <unsigned int>plan.digest
-        handle._request = bound.start()
+            operation.c.digest = <unsigned int>plan.digest
+        operation.begin()
+        handle._request = operation
         plan.tally.started += 1
         handle._work, handle._state = self.open_work, self.state
         self.open_work.add(handle)

@@ -47,7 +47,6 @@ enum {
     NODE_MAX_RANKS = 1024,
     NODE_TURN_YIELDS = 200,
     NODE_CHUNK_BYTES = 1 << 15, /* what is read, summed and written while it stays in the cache */
-    NODE_RECORDS = 1 << 12,
     NODE_TEXTS = 64,
     NODE_TEXT_BYTES = 256,
     NODE_NAP_NS = 1000000,
@@ -157,15 +156,7 @@ typedef struct NodeOp {
     uint64_t piece_bytes, pieces, put, summed, read, first;
     uint64_t own_unit, own_pieces; /* before it was known of an all-to-all what the others give */
     uint8_t stage, written;
-    uint32_t record;
 } NodeOp;
-
-typedef struct {
-    uint64_t start_ns, end_ns, number, bytes;
-    uint32_t window, digest;
-    int32_t state;
-    uint8_t kind, pad[3];
-} NodeRecord;
 
 typedef struct NodeEngine {
     struct NodeWindow *active; /* with something under way */
@@ -175,8 +166,6 @@ typedef struct NodeEngine {
     _Atomic long nap_ns;       /* of the next sleep of node_wait(); they grow */
     node_u32 busy;             /* the lock: a thread of this rank starts or moves something */
     int rouse;                 /* something is over or was started that a thread of this rank may not know of when it goes to sleep */
-    uint64_t records;
-    NodeRecord record[NODE_RECORDS];
 } NodeEngine;
 
 typedef struct NodeWindow {
@@ -187,7 +176,7 @@ typedef struct NodeWindow {
     const int32_t *pid;        /* of each rank, for process_vm_readv */
     NodeDoor **door;           /* of each rank's process */
     int rank, size;
-    uint32_t id, total;
+    uint32_t total;
     uint64_t started, seen_read;
     NodeOp *head, *tail, *unposted;
     uint64_t small_used[NODE_SMALLS], piece_used[NODE_PIECES]; /* by whom, as NODE_AT one past it */
@@ -200,7 +189,6 @@ typedef struct NodeWindow {
     uint32_t calls[NODE_ENTRIES]; /* of what is in the entries */
     uint32_t texts;            /* how many it has told */
     uint64_t gone[NODE_MAX_RANKS / 64]; /* who was seen to have left: a later look finds all that it ever posts */
-    uint64_t operations, bytes;
     char *scratch;             /* `scratch_bytes` for each rank, for REMOTE ones */
     uint64_t scratch_bytes;    /* node_scratch_bytes(), or 0: NODE_CHUNK_BYTES */
 } NodeWindow;
@@ -726,8 +714,6 @@ static int node_out(NodeWindow *w, NodeOp *o) {
 }
 
 static void node_over(NodeWindow *w, NodeOp *o, int state) {
-    NodeRecord *r = &w->engine->record[o->record % NODE_RECORDS];
-    if (r->number == o->number && r->window == w->id) r->end_ns = node_ns(), r->state = state;
     o->culprit = w->culprit;
     w->engine->rouse = 1;
     w->head = o->next;
@@ -784,7 +770,6 @@ static inline int node_state(const NodeOp *o) {
 }
 
 static void node_number(NodeWindow *w, NodeOp *o) {
-    NodeEngine *e = w->engine;
     o->next = 0, o->state = NODE_UNDER_WAY, o->stage = NODE_STAGE_NEW;
     o->put = o->summed = o->read = 0, o->own_unit = o->unit, o->own_pieces = 0, o->number = ++w->started;
     int blocks = node_blocks(w, o->kind);
@@ -805,9 +790,6 @@ static void node_number(NodeWindow *w, NodeOp *o) {
         node_divide(w, o, 1);
         o->first = w->pieces, w->pieces += o->own_pieces = o->pieces;
     }
-    o->record = (uint32_t)e->records++;
-    e->record[o->record % NODE_RECORDS] = (NodeRecord){node_ns(), 0, o->number, bytes, w->id, o->digest, 0, o->kind, {0}};
-    w->operations++, w->bytes += bytes;
     if (w->tail) w->tail->next = o;
     else w->head = o;
     w->tail = o;

@@ -56,9 +56,8 @@ cdef extern from "node.h":
         char ***segment
         const int32_t *pid
         int rank, size
-        uint32_t id
         NodeOp *unposted
-        uint64_t started, operations, bytes, over
+        uint64_t started, over
         int32_t over_state
         uint32_t calls[1]
         char *scratch
@@ -93,7 +92,6 @@ cdef class Engine:
     cdef readonly bint is_thread
     cdef readonly Door door
     cdef set _windows
-    cdef uint32_t _made
 
 
 cdef class Window:
@@ -116,6 +114,7 @@ cdef class Window:
     cpdef Operation post(self, uint32_t digest, uint32_t call)
     cdef size_t remote_from(self, const NodeOp *)
     cdef void sweep(self)
+    cdef void place(self, NodeOp *o, cnp.ndarray send)
     cdef Bound bind(
         self, uint8_t kind, send, recv, int root, str op, cnp.ndarray like, send_counts=*, recv_counts=*
     )
@@ -124,7 +123,7 @@ cdef class Window:
 cdef class Bound:
     cdef NodeOp c
     cdef Window window
-    cdef object send, recv, tables  # the last has the tables that `c` points to
+    cdef object send, recv
     cdef uint64_t *_tables[2]
     cdef uint64_t _own[2]
 
@@ -132,16 +131,18 @@ cdef class Bound:
     cdef size_t total(self, const uint64_t *nbytes)
     cdef size_t sent(self)
     cdef size_t taken(self)
-    cdef void place(self)
     cpdef Operation start(self)
+    cdef Operation operation(self)
 
 
 cdef class Operation:
     cdef NodeOp c
-    cdef Bound bound
+    cdef Bound bound  # has the tables that `c` points to
+    cdef Window window
     cdef Operation after
-    cdef object _copy
+    cdef object send, recv, _copy
 
+    cdef int begin(self) except -1
     cdef object _error(self)
     cpdef bint test(self) except -1
     cpdef bint differs(self) except -1

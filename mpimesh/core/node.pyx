@@ -167,8 +167,7 @@ cdef class Window:
         self.engine, self.rank, self.size, self.digests, self.texts = engine, rank, size, {}, {}
         # A communicator that is dropped with something under way gives its memory back, but the window goes on in it.
         self._keep = list(memories), list(doors), keep
-        engine._made += 1
-        self.c.engine, self.c.rank, self.c.size, self.c.id = &engine.c, rank, size, engine._made
+        self.c.engine, self.c.rank, self.c.size = &engine.c, rank, size
         self.c.lane = <NodeLane **>calloc(size, sizeof(void *))
         self.c.door = <NodeDoor **>calloc(size, sizeof(void *))
         self.c.segment = <char ***>calloc(size, sizeof(void *))
@@ -244,9 +243,10 @@ cdef class Window:
             digest: Of the call, equal on two ranks if they call the same; not 0.
             call: Its number among the calls.
         """
-        cdef Bound bound = Bound.__new__(Bound)
-        bound.window, bound.c.kind, bound.c.item, bound.c.digest, bound.c.call = self, NODE_OTHER, 1, digest, call
-        return bound.start()
+        cdef Operation op = Operation.__new__(Operation)
+        op.window, op.c.kind, op.c.item, op.c.digest, op.c.call = self, NODE_OTHER, 1, digest, call
+        op.begin()
+        return op
 
     def tell(self, uint32_t digest, bytes text not None):
         """Leave the text of a digest for the others' messages."""
@@ -355,8 +355,23 @@ cdef class Window:
             _check(send, like, bound.sent(), "sends")
         if takes:
             _check(recv, like, bound.taken(), "receives into")
-        bound.place()
+        self.place(o, send)
         return bound
+
+    cdef void place(self, NodeOp *o, cnp.ndarray send):
+        """Tell where the input lies, if others can read it there."""
+        cdef size_t nbytes, at, target = 0
+        o.source = NODE_INLINE  # or what its size takes
+        if send is None:
+            return
+        nbytes = cnp.PyArray_NBYTES(send)
+        at = self.shared(<void *>o.source_data, nbytes)
+        if o.kind == NODE_ALL_REDUCE:
+            target = self.shared(o.out, nbytes)
+        if nbytes >= IN_PLACE_FROM_BYTES and at != <size_t>-1 and target != <size_t>-1:
+            o.source, o.in_place, o.out_place = NODE_SHARED, at, target
+        elif self.c.pid != NULL and nbytes >= self.remote_from(o):
+            o.source, o.in_place, o.out_place = NODE_REMOTE, <uint64_t>o.source_data, <uint64_t>o.out
 
 
 cdef _check(cnp.ndarray array, cnp.ndarray like, size_t nbytes, str what):
@@ -428,52 +443,46 @@ cdef class Bound:
             return self.c.in_bytes[self.window.rank]
         return self.c.unit
 
-    cdef void place(self):
-        """Tell where the input lies, if others can read it there."""
-        cdef NodeOp *o = &self.c
-        cdef size_t nbytes, at, target = 0
-        o.source = NODE_INLINE  # or what its size takes
-        if self.send is None:
-            return
-        nbytes = cnp.PyArray_NBYTES(self.send)
-        at = self.window.shared(<void *>o.source_data, nbytes)
-        if o.kind == NODE_ALL_REDUCE:
-            target = self.window.shared(o.out, nbytes)
-        if nbytes >= IN_PLACE_FROM_BYTES and at != <size_t>-1 and target != <size_t>-1:
-            o.source, o.in_place, o.out_place = NODE_SHARED, at, target
-        elif self.window.c.pid != NULL and nbytes >= self.window.remote_from(o):
-            o.source, o.in_place, o.out_place = NODE_REMOTE, <uint64_t>o.source_data, <uint64_t>o.out
-
     def __call__(self):
         """Start it; return what is under way."""
         return self.start()
 
     cpdef Operation start(self):
         """Start it; return what is under way."""
+        cdef Operation op = self.operation()
+        op.begin()
+        return op
+
+    cdef Operation operation(self):
+        """Return an operation of these arrays, to be started."""
         cdef Operation op = Operation.__new__(Operation)
-        cdef Window w = self.window
-        cdef bint posted
-        op.bound, op.c = self, self.c
-        if w._closed:
-            raise ClosedError("nothing can start among these ranks any more: their communicator is closed")
-        if w._first is not None:
-            w.sweep()
-        posted = node_start(&w.c, &op.c)
-        if w._first is None:
-            w._first = op
-        else:
-            w._last.after = op
-        w._last = op
-        if not posted and op.c.source in (NODE_INLINE, NODE_SMALL):
-            # It found no room yet, and the caller may write its array.
-            op._copy = PyBytes_FromStringAndSize(op.c.source_data, cnp.PyArray_NBYTES(self.send))
-            op.c.source_data = PyBytes_AS_STRING(op._copy)
+        op.c, op.bound, op.window, op.send, op.recv = self.c, self, self.window, self.send, self.recv
         return op
 
 
 @cython.freelist(64)
 cdef class Operation:
     """What is under way in a window, or over."""
+
+    cdef int begin(self) except -1:
+        """Start it."""
+        cdef Window w = self.window
+        cdef bint posted
+        if w._closed:
+            raise ClosedError("nothing can start among these ranks any more: their communicator is closed")
+        if w._first is not None:
+            w.sweep()
+        posted = node_start(&w.c, &self.c)
+        if w._first is None:
+            w._first = self
+        else:
+            w._last.after = self
+        w._last = self
+        if not posted and self.c.source in (NODE_INLINE, NODE_SMALL):
+            # It found no room yet, and the caller may write its array.
+            self._copy = PyBytes_FromStringAndSize(self.c.source_data, cnp.PyArray_NBYTES(self.send))
+            self.c.source_data = PyBytes_AS_STRING(self._copy)
+        return 0
 
     cpdef bint test(self) except -1:
         """Move it along, with all else of this rank; tell whether it is over.
@@ -482,7 +491,7 @@ cdef class Operation:
             MismatchError: If the ranks have started different operations.
             TransportError: If a rank that it takes has left.
         """
-        cdef Engine engine = self.bound.window.engine
+        cdef Engine engine = self.window.engine
         if not self.c.state:
             if self.c.unit > NODE_SMALL_BYTES:
                 with nogil:
@@ -491,14 +500,14 @@ cdef class Operation:
                 node_pass(&engine.c)
             if not self.c.state:
                 return False
-        self.bound.window.sweep()
+        self.window.sweep()
         if self.c.state != NODE_DONE:
             raise self._error()
         return True
 
     cpdef bint differs(self) except -1:
         """Tell whether a rank is known to have started something else, be it before. Never waits."""
-        cdef Window window = self.bound.window
+        cdef Window window = self.window
         if not self.c.state:
             node_pass(&window.engine.c)
         # One under way may wait for one rank, and another one has posted something else; and some end without all.
@@ -508,7 +517,7 @@ cdef class Operation:
 
     cdef void spend(self, double longest_s):
         """Wait for it so long, without a look at anything else."""
-        cdef Engine engine = self.bound.window.engine
+        cdef Engine engine = self.window.engine
         engine.c.yield_ns = <long>(longest_s * 1e9)
         if self.c.unit <= NODE_SMALL_BYTES:
             node_pass(&engine.c)  # the others may be there already
@@ -525,7 +534,7 @@ cdef class Operation:
         if self.c.state == NODE_MISMATCH:
             return MismatchError(
                 f"the ranks of a group started different collectives, or with different arrays: rank "
-                f"{self.c.culprit} of those on this node has another one than rank {self.bound.window.rank}"
+                f"{self.c.culprit} of those on this node has another one than rank {self.window.rank}"
             )
         if self.c.state == NODE_CLOSED:
             return ClosedError("an operation was given up: its communicator was closed while it was under way")

@@ -44,7 +44,7 @@ static int engine(Rank *r) {
     if (getenv("SLEEPY")) e->spin = 0, e->yield_ns = 0;
     for (int i = 0; i <= WINDOWS; i++) {
         NodeWindow *w = &r->w[i];
-        w->engine = e, w->id = (uint32_t)i, w->size = sizes[i], w->rank = -1;
+        w->engine = e, w->size = sizes[i], w->rank = -1;
         w->lane = malloc(sizeof(void *) * (size_t)sizes[i]), w->door = malloc(sizeof(void *) * (size_t)sizes[i]);
         w->segment = malloc(sizeof(void *) * (size_t)sizes[i]);
         w->scratch_bytes = node_scratch_bytes(sizes[i]);
