@@ -35,6 +35,9 @@ class CallRecord:
 class Counter:
     started: int
 
+class Limits:
+    budgets: tuple[Any, ...]
+
 class Ring:
     def __init__(self, memory: NDArray[Any], slots: int) -> None: ...
     @property
@@ -49,6 +52,7 @@ class State:
     tails: dict[Any, Any]
 
 class OpenWork:
+    closed: bool
     def __len__(self) -> int: ...
     def all(self) -> list[Any]: ...
 

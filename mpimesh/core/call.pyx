@@ -159,6 +159,15 @@ cdef class Counter:
     cdef public long started
 
 
+cdef class Limits:
+    """The limits of what a rank receives, the outermost first."""
+
+    cdef public tuple budgets
+
+    def __cinit__(self):
+        self.budgets = ()
+
+
 cdef class State:
     """What a rank has under way, as far as every start and every end looks at it.
 
@@ -183,8 +192,12 @@ cdef class OpenWork:
 
     A handle that nobody keeps any more is to warn, so none is held here. One that goes without being
     resolved comes back here to stay, for its buffers are still written.
+
+    Attributes:
+        closed: Whether the mesh is closed: nothing may start or be waited for any more.
     """
 
+    cdef public bint closed
     cdef PyObject *_first  # of a row of objects that take themselves out before they go
     cdef PyObject *_last
     cdef Py_ssize_t _size
@@ -462,7 +475,8 @@ cdef class Starter:
     """
 
     cdef public bint closed
-    cdef object core, context, traffic, progress, note, digest, _handle, _call
+    cdef object core, progress, note, digest, _handle, _call
+    cdef Limits traffic
     cdef Counter communicator
     cdef State state
     cdef str name
@@ -476,7 +490,7 @@ cdef class Starter:
     def __init__(self, core, communicator, handle, call, digest, bint checks):
         self.core, self.communicator, self.window, self.checks = core, communicator, communicator.window, checks
         self.node = None if checks else communicator.node
-        self.context, self.progress, self.state = core.context, core.progress, core.progress
+        self.progress, self.state = core.progress, core.progress
         self.note, self.traffic, self.open_work = core.progress.calls.append, core.context.traffic, core.open_work
         self.name, self.digest, self._handle, self._call, self.plans = core.name, digest, handle, call, {}
 
@@ -499,7 +513,7 @@ cdef class Starter:
                 handle = self.start(plan, <cnp.ndarray>x, out)
                 if handle is not None:
                     return handle
-            if self.closed or self.context.closed:
+            if self.closed or self.open_work.closed:
                 self.core.refuse(plan.name if plan is not None else make.__name__[5:])
             if plan is None:
                 plan = self.core.plan(make, data, *options)
@@ -536,7 +550,7 @@ cdef class Starter:
         cdef Handle handle
         cdef bint counts = True
         begin, scope, unlock = prepared.begin, prepared.scope, None
-        if self.closed or self.context.closed:
+        if self.closed or self.open_work.closed:
             self.core.refuse(call.name)
         if self.traffic.budgets:
             begin, counts = self.core.within_budget(call, prepared)
@@ -652,7 +666,7 @@ cdef class Starter:
         return not (
             self.closed
             or self.checks
-            or self.context.closed
+            or self.open_work.closed
             or self.traffic.budgets
             or (self.state.tails and self.progress.busy(self.communicator))
         )

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpimesh.arguments import as_int, size_text
-from mpimesh.core.call import Counter
+from mpimesh.core.call import Counter, Limits
 from mpimesh.errors import BudgetError, MeshError
 from mpimesh.layout.boxes import even_sizes
 from mpimesh.runtime.call import Call, Site, call_site, site_text
@@ -325,7 +325,7 @@ class Tally(Counter):
             self.add_up()
 
 
-class Traffic:
+class Traffic(Limits):
     """Counters of the bytes and messages of one rank on one mesh.
 
     Bytes put in are those of this rank's own arrays: an all-reduce of 1 MiB counts
@@ -359,7 +359,6 @@ class Traffic:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self) -> None:
-        self.budgets: tuple[Budget, ...] = ()
         self._calls: dict[str, int] = {}
         self._bytes: dict[str, int] = {}
         self._received: dict[tuple[str, int], tuple[int, int]] = {}

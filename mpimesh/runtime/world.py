@@ -231,7 +231,6 @@ class MeshContext:
         communicator: The communicator of all ranks, those among them that the mesh leaves out.
         rank: This rank in `communicator`.
         open_work: Started and not yet resolved.
-        closed: No operation may start or be waited for any more.
         forked: It is that of the parent process: here, in a forked child, nobody may use it.
         unended: Whether something may be under way that no rank waits for any more.
         unread: Messages that this rank has sent, less those that it has begun to receive.
@@ -247,7 +246,6 @@ class MeshContext:
     communicator: Communicator
     rank: int = field(init=False)
     open_work: OpenWork = field(default_factory=OpenWork)
-    closed: bool = False
     forked: bool = False
     unended: bool = False
     unread: int = 0
@@ -260,6 +258,15 @@ class MeshContext:
         """Remember the mesh, so that a forked child lets go of it."""
         self.rank = self.communicator.rank
         _OF_THIS_PROCESS.add(self)
+
+    @property
+    def closed(self) -> bool:
+        """No operation may start or be waited for any more."""
+        return self.open_work.closed
+
+    @closed.setter
+    def closed(self, closed: bool) -> None:
+        self.open_work.closed = closed
 
     @property
     def progress(self) -> Progress:
