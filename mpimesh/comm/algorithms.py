@@ -141,6 +141,10 @@ class Algorithms(Sequence[Row]):
         place = bisect_right(column, nbytes, key=lambda item: item[0])
         return column[max(place - 1, 0)][1].algorithm
 
+    def reason(self, algorithm: str) -> str:
+        """Return why operations go by an algorithm; empty if no row is for it."""
+        return next((row.reason for row in self._rows if row.algorithm == algorithm), "")
+
     @classmethod
     def only(cls, algorithm: str, reason: str) -> Algorithms:
         """Return the table of a communicator that has one way."""

@@ -202,7 +202,7 @@ class DeviceMesh:
 
         The same on all ranks. By them redistributions between nodes choose their way.
         """
-        return self._core.links
+        return self._core.context.links
 
     @property
     def comm(self) -> Communicator:

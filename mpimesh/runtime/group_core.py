@@ -42,7 +42,7 @@ from mpimesh.runtime.call import Call, Message, call_stack
 from mpimesh.runtime.operands import host_array
 from mpimesh.runtime.plan import Plan
 from mpimesh.runtime.progress import Progress
-from mpimesh.runtime.traffic import Amount, Arrival, Members, Rule, uniform
+from mpimesh.runtime.traffic import Amount, Arrival, Members, Rule, from_others, uniform
 from mpimesh.runtime.work import CollectiveTensor, OpenWork
 from mpimesh.runtime.world import MeshContext
 
@@ -129,14 +129,14 @@ class GroupCore:
             RankError: If this rank is not a member.
             ClosedError: If the group or the mesh is closed.
         """
-        if self._communicator is None or self.context.closed:
+        if self._communicator is None or self.open_work.closed:
             self.refuse("use the communicator")
         return self._communicator
 
     @property
     def closed(self) -> bool:
         """True once the group, or its mesh, is closed."""
-        return self._closed or self.context.closed
+        return self._closed or self.open_work.closed
 
     def shut(self) -> None:
         """Let nothing start any more. Local."""
@@ -147,13 +147,13 @@ class GroupCore:
 
     def member(self, action: str) -> int:
         """Return this rank's place in the group, or refuse `action`."""
-        if self.rank is None or self._communicator is None or self.context.closed:
+        if self.rank is None or self._communicator is None or self.open_work.closed:
             self.refuse(action)
         return self.rank
 
     def refuse(self, action: str) -> NoReturn:
         """Raise, for this rank can start nothing here."""
-        if self.context.closed:
+        if self.open_work.closed:
             raise ClosedError(
                 f"rank {self.context.rank} cannot {action} on group {self.name!r}: "
                 f"{self.context.why_closed}"
@@ -212,6 +212,14 @@ class GroupCore:
         if node is not None and not self._checks:
             plan.digest = digest_of(node, signature)
 
+    def received(self, plan: PlanRecord) -> tuple[int, int]:
+        """Return the bytes and the messages that this rank receives in a start of a plan. Local."""
+        if plan.receives is None:
+            return 0, 0
+        rule, amount = plan.receives
+        nbytes, messages = from_others(rule, self._members, amount).sum(axis=1).tolist()
+        return nbytes, messages
+
     def count(self, call: Call, plan: PlanRecord, counts: bool) -> None:
         """Count a start of a plan that is not counted often, or whose result is counted later."""
         traffic = self.context.traffic
@@ -247,7 +255,7 @@ class GroupCore:
         if self._checks:
             stack = call_stack() if self._checks > 1 else ()
             yield from compare(self.communicator, call, call.compared, stack=stack)
-        if self.context.closed or starter is None:
+        if self.open_work.closed or starter is None:
             self.refuse(call.name)
         if plan.also is not None:
             if starter.post(call, plan) and call.posted is not None:
@@ -483,7 +491,7 @@ class GroupCore:
 
     def node_release(self, array: HostArray) -> None:
         """Give memory of :meth:`node_empty` back. Local, when no rank uses the array any more."""
-        if array.nbytes and self._communicator is not None and not self.context.closed:
+        if array.nbytes and self._communicator is not None and not self.open_work.closed:
             self._communicator.release_once(array)
 
     def lock(self, x: Array | None, call: Call) -> Callable[[], None] | None:

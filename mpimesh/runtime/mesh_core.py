@@ -23,7 +23,6 @@ from mpimesh.errors import (
     WorldSizeError,
     on_all_ranks,
 )
-from mpimesh.layout import DEFAULT_LINK_COSTS
 from mpimesh.mesh import (
     WORLD,
     Device,
@@ -68,7 +67,6 @@ class MeshCore:
         topology: The topology that it was made or reshaped from, if it was.
         groups: Its groups; None on a rank that the mesh leaves out.
         devices: The device of each rank.
-        links: Speeds of bytes from rank to rank, the same on all ranks.
         layout_cache: Layouts, and ways between them, of the mesh as it is.
         closed: Whether it was closed.
         compared: How many calls of functions of split arrays were compared on it.
@@ -89,7 +87,6 @@ class MeshCore:
         if tracer is not None:
             tracer.join(control.rank)
             context.tracer = tracer
-        self.links = DEFAULT_LINK_COSTS
         self.groups: LiveGroups | None = None
 
         def asked() -> tuple[Mesh, MeshTopology | None]:
@@ -207,7 +204,7 @@ class MeshCore:
         context = self.context
         if context.settings.checks:
             agree(context, Call("measure_links", WORLD))
-        self.links = measured_links(self.everyone)
+        context.links = measured_links(self.everyone)
         self.layout_cache.clear()  # among it are plans
 
     def _settle(self, mesh: Mesh, topology: MeshTopology | None) -> None:

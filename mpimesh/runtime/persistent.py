@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 
 import numpy as np
 
-from mpimesh.arrays import Array, namespace
+from mpimesh.arguments import size_text
+from mpimesh.arrays import Array, is_cupy, namespace
 from mpimesh.comm import Request, Steps
 from mpimesh.core.call import PlanRecord, Prepared
 from mpimesh.errors import DTypeError, ShapeError, UnresolvedError, tell_elsewhere
@@ -72,23 +73,26 @@ class PersistentCollective(Persistent[T_co]):
 
     Made by :meth:`ProcessGroup.all_reduce_init` and the like; MPI's word for it is a persistent
     operation. Each :meth:`start` reads what the input holds then. Where no `out` was given, results
-    may come into one array: use one before the next start.
+    may come into one array: use one before the next start. Printed, it says by which algorithm it
+    goes, what this rank receives, and about how long that takes.
 
     Args:
         group: The ranks.
         call: What each start calls.
+        plan: The plan.
         bind: Gives the operation of a start.
         prepared: The operation to be started again and again; None if each start needs its own.
         x: The caller's input, which must not change meanwhile.
         out: The caller's array for the result; None if there is none.
     """
 
-    __slots__ = ("_bind", "_finish", "_group", "_out", "_prepared", "_x")
+    __slots__ = ("_bind", "_finish", "_group", "_out", "_plan", "_prepared", "_x")
 
     def __init__(
         self,
         group: GroupCore,
         call: Call,
+        plan: PlanRecord,
         bind: Callable[[], Prepared],
         prepared: Prepared | None,
         x: Array | None,
@@ -96,6 +100,7 @@ class PersistentCollective(Persistent[T_co]):
     ) -> None:
         self._group = group
         self._call: Call = call
+        self._plan = plan
         self._bind = bind
         self._prepared = prepared
         self._x = x
@@ -151,9 +156,50 @@ class PersistentCollective(Persistent[T_co]):
             check_output(out)  # another operation uses it by now
         return prepared
 
+    def __str__(self) -> str:
+        """Describe a start of it, in a few lines. Local."""
+        core, plan, x = self._group, self._plan, self._x
+        nbytes, messages = core.received(plan)
+        links = core.context.links
+        link = links.inter_node if core.communicator.nodes else links.intra_node
+        took_s = messages * link.latency_s + nbytes / link.bytes_per_s
+        lines = [f"{self._call.text()} on group {core.name!r} of {core.size} ranks"]
+        if isinstance(plan, Plan):
+            is_shared = isinstance(x, np.ndarray) and core.context.world.is_shared(x)
+            lines.append(f"  by {plan.way(core.algorithms(), is_shared)}")
+        lines.append(
+            f"  this rank puts in {size_text(plan.nbytes)}, and receives {size_text(nbytes)} in "
+            f"{messages} messages"
+        )
+        lines.append(
+            f"  memory beside the arrays given: {size_text(self._own_bytes())}; "
+            f"about {took_s * 1e6:.1f} us, with {'measured' if link.measured else 'assumed'} links"
+        )
+        return "\n".join(lines)
+
+    def _own_bytes(self) -> int:
+        """Return the bytes of its arrays that are none of the caller's."""
+        prepared = self._prepared or self._bind()
+        given = [one for one in (self._x, self._out) if _has_memory(one)]
+        own: list[Any] = []
+        for array in (*prepared.arguments[:2], prepared.value):
+            if _has_memory(array) and not any(_share(array, one) for one in given + own):
+                own.append(array)
+        return sum(array.nbytes for array in own)
+
     def __repr__(self) -> str:
         """Show what it starts. Local."""
         return f"<PersistentCollective {self._call.text()} on {self._group.name!r}>"
+
+
+def _has_memory(array: Any) -> bool:
+    return isinstance(array, np.ndarray) or is_cupy(array)
+
+
+def _share(array: Any, other: Any) -> bool:
+    """Tell whether two arrays have memory in common."""
+    library = namespace(array)
+    return library is namespace(other) and bool(library.may_share_memory(array, other))
 
 
 def plan_exchange(
@@ -190,7 +236,7 @@ def plan_exchange(
     def bind() -> Prepared:
         return Prepared(plan, prepare(), value, finish)
 
-    return PersistentCollective(group, call, bind, bind(), lock, out)
+    return PersistentCollective(group, call, plan, bind, bind(), lock, out)
 
 
 class PersistentMessage(Persistent):
@@ -259,6 +305,7 @@ class _Planner:
         return PersistentCollective(
             core,
             call,
+            plan,
             partial(_bind, core, plan, x, out),
             prepared if in_place else None,
             x,

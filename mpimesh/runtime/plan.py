@@ -29,6 +29,7 @@ from mpimesh.arrays import (
     wire_dtype,
 )
 from mpimesh.comm import Communicator, Request, Steps
+from mpimesh.comm.algorithms import Algorithms
 from mpimesh.core.call import PlanRecord, Prepared
 from mpimesh.core.node import Bound, Window
 from mpimesh.runtime.call import Call
@@ -153,6 +154,18 @@ class Plan(PlanRecord):
         self.incoming = None if incoming is None or incoming.in_order else incoming
         self.converts = wire is not None and wire != data.dtype
         self.is_plain = not self.converts and divisor == 1 and self.incoming is None
+
+    def way(self, table: Algorithms, is_shared: bool) -> str:
+        """Return by which algorithm of a table it goes, and why.
+
+        Args:
+            table: The table.
+            is_shared: Whether the input lies in memory of :meth:`DeviceMesh.shared_empty`.
+        """
+        memory = "device" if self.on_device else "shared" if is_shared else "host"
+        way = self.algorithm or table.pick(self.name, memory, self.nbytes)
+        why = "asked for" if self.algorithm else table.reason(way)
+        return f"{way}: {why}"
 
     def tables(self, window: Window, dtype: DType) -> Bound | None:
         """Return it bound to arrays like those to come, for its tables; None if no window can.

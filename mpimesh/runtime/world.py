@@ -28,6 +28,7 @@ from mpimesh.errors import (
     RankError,
     on_all_ranks,
 )
+from mpimesh.layout import DEFAULT_LINK_COSTS, LinkCosts
 from mpimesh.mesh import WORLD, Device, find_devices
 from mpimesh.runtime.agreement import announce
 from mpimesh.runtime.call import Call, call_site, site_text
@@ -238,6 +239,7 @@ class MeshContext:
             on all its ranks.
         traffic: What this rank has handed to the transport.
         tracer: Where events go.
+        links: Speeds of bytes from rank to rank, the same on all ranks.
         name: What the ranks of the mesh call it, alike on all of them.
     """
 
@@ -252,6 +254,7 @@ class MeshContext:
     before_close: list[Callable[[], None]] = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
     tracer: Tracer = NULL_TRACER
+    links: LinkCosts = DEFAULT_LINK_COSTS
     name: str = ""
 
     def __post_init__(self) -> None:
