@@ -109,6 +109,7 @@ class Prepared:
     finish: Callable[[], Any] | None
     scope: Any
     arguments: tuple[Any, ...]
+    after: Callable[[Any], Any] | None
     busy: bool
     def __init__(
         self,

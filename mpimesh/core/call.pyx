@@ -331,6 +331,8 @@ cdef class Handle:
         if operation.c.state != NODE_DONE:
             return self._resolve(None)
         operation.window.sweep()
+        if operation.c.misfit:
+            return self._resolve(None)
         if operation.c.kind in (NODE_REDUCE, NODE_GATHER, NODE_BROADCAST, NODE_SCATTER) and operation.differs():
             return self._resolve(None)
         if self._prepared is not None:
@@ -425,11 +427,12 @@ cdef class Prepared:
         arguments: Those of the transport's method; empty if it is none.
 
     Attributes:
+        after: Gives the steps that follow what `begin` has started; None for none.
         busy: Whether a start is under way, or has failed, so that it cannot be started again.
     """
 
     cdef public PlanRecord plan
-    cdef public object begin, value, finish, scope
+    cdef public object begin, value, finish, scope, after
     cdef public tuple arguments
     cdef public bint busy
 
@@ -554,6 +557,8 @@ cdef class Starter:
             self.core.refuse(call.name)
         if self.traffic.budgets:
             begin, counts = self.core.within_budget(call, prepared)
+        if prepared.after is not None:
+            begin = self.core.followed(begin, prepared.after)
         if scope is not None:
             begin = self.core.in_scope(scope, begin)
         if self.checks:
@@ -584,25 +589,26 @@ cdef class Starter:
             begin: Starts it, in the place of what `prepared` has for that.
         """
         cdef Bound bound
-        if self.node is None:
-            return begin()
-        if type(prepared.begin) is Bound and call.posted is None:
-            bound = <Bound>prepared.begin
-            bound.c.call = <unsigned int>call.number
-            if prepared.plan.digest:
-                bound.c.digest = <unsigned int>prepared.plan.digest
-        elif self.post(call, prepared.plan):
-            return call.posted  # whose test raises
+        if self.node is not None and call.posted is None:
+            if type(prepared.begin) is Bound:
+                bound = <Bound>prepared.begin
+                bound.c.call, bound.c.digest = <unsigned int>call.number, self.digest_of(call, prepared.plan)
+            elif self.post(call, prepared.plan):
+                return call.posted  # whose test raises
         return begin()
 
     def post(self, CallRecord call not None, PlanRecord plan not None):
         """Post what does not go by the window, for the ranks to compare; tell whether they are known to differ."""
         if self.node is None or call.posted is not None:
             return False
+        call.posted = self.node.post(self.digest_of(call, plan), <unsigned int>call.number)
+        return call.posted.differs()
+
+    cdef unsigned int digest_of(self, CallRecord call, PlanRecord plan) except? 0:
+        """Return the digest of a call by a plan."""
         if not plan.digest:
             plan.digest = self.digest(self.node, (call.name, call.rule, call.compared, call.dtype))
-        call.posted = self.node.post(<unsigned int>plan.digest, <unsigned int>call.number)
-        return call.posted.differs()
+        return <unsigned int>plan.digest
 
     def again(self, CallRecord call not None, Prepared prepared not None):
         """Start what is planned once more; None if that takes more than its window."""

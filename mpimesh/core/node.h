@@ -49,6 +49,7 @@ enum {
     NODE_CHUNK_BYTES = 1 << 15, /* what is read, summed and written while it stays in the cache */
     NODE_TEXTS = 64,
     NODE_TEXT_BYTES = 256,
+    NODE_TOLD_BYTES = 1024, /* of what the root of a scatter tells */
     NODE_NAP_NS = 1000000,
     NODE_LONGEST_NAP_NS = 20000000,
 };
@@ -97,8 +98,9 @@ typedef struct {
     uint64_t out;
     uint32_t in_segment, out_segment;
     node_u32 digest; /* of this operation alone */
+    node_u32 tells;  /* digest of what the root of a scatter tells, or 0 */
     uint8_t source;
-    uint8_t pad[11];
+    uint8_t pad[7];
     char data[NODE_INLINE_BYTES] __attribute__((aligned(16))); /* as complex long doubles must be; near the word */
 } __attribute__((aligned(128))) NodeEntry;
 _Static_assert(sizeof(NodeEntry) == 128, "an entry is two cache lines");
@@ -111,11 +113,13 @@ typedef struct {
         node_u64 summed; /* up to where its part is summed */
         node_u64 read;   /* up to where it has read and written all that it ever will */
         node_u64 refused; /* from which number on, and why: NODE_AT(number, 2 * culprit + is lost) */
+        node_u64 ready; /* from which number on it takes memory of a device; 0 for never */
         node_u64 call; /* the last call: its number among those of the callers, and its digest */
     } __attribute__((aligned(128))) at;
     node_u64 waiters[NODE_MAX_RANKS / 64] __attribute__((aligned(128))); /* who sleeps until it moves: any sets its bit */
     node_u64 told[NODE_TEXTS]; /* the digests whose texts are below, 0 while one is written; above it how many were */
     char small[NODE_SMALLS][NODE_SMALL_BYTES] __attribute__((aligned(128)));
+    char tells[NODE_ENTRIES][NODE_TOLD_BYTES]; /* beside the entries */
     char piece[NODE_PIECES][NODE_PIECE_BYTES];
     node_u64 text[NODE_TEXTS][NODE_TEXT_BYTES / 8];
 } __attribute__((aligned(4096))) NodeLane;
@@ -148,6 +152,11 @@ typedef struct NodeOp {
     uint32_t item;       /* bytes of an element */
     uint32_t digest;
     uint32_t call;       /* its number among those of the caller; 0 if it has none */
+    /* Of a scatter of which the root alone knows what it is, or zeros: what the root tells, NODE_TOLD_BYTES at most with
+     * a 0 behind, and its digest, which is not compared. On the others the digests of what fits their blocks, and where
+     * what does not is copied to. */
+    char *text;
+    uint32_t text_bytes, tells[2];
     uint8_t kind, source;
     int16_t root;        /* or the steps of a shift */
     int32_t state, culprit;
@@ -156,6 +165,7 @@ typedef struct NodeOp {
     uint64_t piece_bytes, pieces, put, summed, read, first;
     uint64_t own_unit, own_pieces; /* before it was known of an all-to-all what the others give */
     uint8_t stage, written;
+    uint8_t misfit;      /* the root has told of something else, of which nothing was read */
 } NodeOp;
 
 typedef struct NodeEngine {
@@ -406,6 +416,8 @@ static void node_post(NodeWindow *w) {
         int blocks = node_blocks(w, o->kind);
         e->source = o->source;
         atomic_store_explicit(&e->digest, o->digest, memory_order_relaxed);
+        atomic_store_explicit(&e->tells, w->rank == o->root ? o->tells[0] : 0, memory_order_relaxed);
+        if (o->text && w->rank == o->root) memcpy(mine->tells[n % NODE_ENTRIES], o->text, o->text_bytes);
         if (o->source == NODE_INLINE || o->source == NODE_SMALL) {
             char *to = o->source == NODE_INLINE ? e->data : mine->small[slot];
             if (o->in_bytes) node_pack(o, to, blocks, 0, o->unit);
@@ -565,8 +577,19 @@ static void node_divide(NodeWindow *w, NodeOp *o, int pieced) {
     o->pieces = (o->unit + bytes - 1) / bytes;
 }
 
+/* Of a scatter of which the root alone knows what it is: false before this rank has a place for its block. */
+static int node_fits(NodeWindow *w, NodeOp *o) {
+    uint32_t digest = atomic_load_explicit(&node_entry(w, o->root, o->number)->tells, memory_order_relaxed);
+    if (!o->out) return 0;
+    if (digest == o->tells[0] || digest == o->tells[1]) return 1;
+    o->misfit = 1, o->unit = 0, o->in_at = o->in_bytes = 0;
+    if (o->text) memcpy(o->text, w->lane[o->root]->tells[o->number % NODE_ENTRIES], NODE_TOLD_BYTES);
+    return 1;
+}
+
 /* What is known when the words are there: through how many pieces it goes, and who sums what. */
 static int node_decide(NodeWindow *w, NodeOp *o) {
+    if (o->tells[0] && w->rank != o->root && !node_fits(w, o)) return 0;
     int pieced = o->source == NODE_PIECED, direct = 0, shared = 1;
     for (int q = 0; q < w->size; q++) {
         if (q != w->rank && !node_needs(w, o, q)) continue;
@@ -771,7 +794,7 @@ static inline int node_state(const NodeOp *o) {
 
 static void node_number(NodeWindow *w, NodeOp *o) {
     o->next = 0, o->state = NODE_UNDER_WAY, o->stage = NODE_STAGE_NEW;
-    o->put = o->summed = o->read = 0, o->own_unit = o->unit, o->own_pieces = 0, o->number = ++w->started;
+    o->misfit = 0, o->put = o->summed = o->read = 0, o->own_unit = o->unit, o->own_pieces = 0, o->number = ++w->started;
     int blocks = node_blocks(w, o->kind);
     uint64_t bytes = o->unit * (uint64_t)blocks, packed;
     if (!node_contributes(o, w->rank)) {
@@ -816,6 +839,30 @@ static int node_start_many(NodeWindow *w, NodeOp *const *o, int n) {
 
 static int node_start(NodeWindow *w, NodeOp *o) {
     return node_start_many(w, &o, 1);
+}
+
+/* From the next operation on, to be started after this, this rank takes memory of a device. */
+static inline void node_mark_ready(NodeWindow *w) {
+    node_u64 *ready = &w->lane[w->rank]->at.ready;
+    if (!atomic_load_explicit(ready, memory_order_relaxed)) atomic_store_explicit(ready, w->started + 1, memory_order_release);
+}
+
+/* True where all ranks are known to do so in the next operation. */
+static inline int node_all_ready(NodeWindow *w) {
+    for (int q = 0; q < w->size; q++) {
+        uint64_t from = atomic_load_explicit(&w->lane[q]->at.ready, memory_order_acquire);
+        if (!from || from > w->started + 1) return 0;
+    }
+    return 1;
+}
+
+/* Give a scatter under way, of which the root has told what it is, the place of this rank's block; `like` has the rest. */
+static inline void node_give(NodeEngine *e, NodeOp *o, const NodeOp *like) {
+    node_lock(e);
+    o->unit = like->unit, o->in_at = like->in_at, o->in_bytes = like->in_bytes, o->out = like->out;
+    memcpy(o->tells, like->tells, sizeof o->tells);
+    e->rouse = 1;
+    node_unlock(e);
 }
 
 /* Ask the ranks that are lacking to ring when they move. The fence keeps the second look behind the bits: on x86 the

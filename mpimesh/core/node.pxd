@@ -12,7 +12,7 @@ cdef extern from "kernels.h":
     const FoldRow fold_table[1]
 
 cdef extern from "node.h":
-    enum: NODE_HEAD_BYTES, NODE_SMALL_BYTES, NODE_MAX_RANKS, NODE_ENTRIES, NODE_TEXT_BYTES
+    enum: NODE_HEAD_BYTES, NODE_SMALL_BYTES, NODE_MAX_RANKS, NODE_ENTRIES, NODE_TEXT_BYTES, NODE_TOLD_BYTES
     enum:
         NODE_BARRIER
         NODE_ALL_REDUCE
@@ -27,7 +27,7 @@ cdef extern from "node.h":
     enum: NODE_NOTHING, NODE_INLINE, NODE_SMALL, NODE_PIECED, NODE_SHARED, NODE_REMOTE
     enum: NODE_DONE, NODE_MISMATCH, NODE_LOST, NODE_CLOSED
     ctypedef struct NodeLane:
-        pass
+        char tells[1][1024]
     ctypedef struct NodeDoor:
         uint32_t asleep
     ctypedef struct NodeOp:
@@ -40,7 +40,10 @@ cdef extern from "node.h":
         const uint64_t *out_bytes
         NodeFold fold
         uint32_t item, digest, call
-        uint8_t kind, source
+        char *text
+        uint32_t text_bytes
+        uint32_t tells[2]
+        uint8_t kind, source, misfit
         int16_t root
         int32_t state, culprit
     ctypedef struct NodeWindow
@@ -80,6 +83,9 @@ cdef extern from "node.h":
     uint32_t node_digest_at(NodeWindow *, int, uint64_t)
     uint64_t node_last_call(NodeWindow *, int)
     int node_agrees(NodeWindow *, uint64_t) nogil
+    void node_give(NodeEngine *, NodeOp *, const NodeOp *)
+    void node_mark_ready(NodeWindow *)
+    int node_all_ready(NodeWindow *)
 
 
 cdef class Door:
@@ -123,7 +129,7 @@ cdef class Window:
 cdef class Bound:
     cdef NodeOp c
     cdef Window window
-    cdef object send, recv
+    cdef object send, recv, text
     cdef uint64_t *_tables[2]
     cdef uint64_t _own[2]
 

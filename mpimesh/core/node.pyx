@@ -276,6 +276,15 @@ cdef class Window:
         digests = tuple([node_digest_at(&self.c, q, number) for q in range(self.size)])
         return self.c.calls[number % NODE_ENTRIES] if digests[self.rank] else 0, digests
 
+    def mark_ready(self):
+        """Tell that this rank takes memory of a device from the next operation on."""
+        node_mark_ready(&self.c)
+
+    @property
+    def all_ready(self):
+        """Whether all ranks are known to do so in the next operation."""
+        return node_all_ready(&self.c) != 0
+
     # -- collectives: the arguments are those of a Communicator's methods
 
     def all_reduce(self, send, cnp.ndarray recv not None, str op):
@@ -313,6 +322,12 @@ cdef class Window:
     def barrier(self):
         """Bind a barrier."""
         return self.bind(NODE_BARRIER, None, None, 0, None, None)
+
+    def await_scatter(self, int root):
+        """Bind a scatter for a rank that does not know its block yet: see :meth:`Operation.give`."""
+        cdef Bound bound = Bound.__new__(Bound)
+        bound.window, bound.c.kind, bound.c.root, bound.c.item, bound.c.tells[0] = self, NODE_SCATTER, root, 1, 1
+        return bound
 
     cdef Bound bind(
         self, uint8_t kind, send, recv, int root, str op, cnp.ndarray like, send_counts=None, recv_counts=None
@@ -443,6 +458,20 @@ cdef class Bound:
             return self.c.in_bytes[self.window.rank]
         return self.c.unit
 
+    def tell(self, uint32_t digest, uint32_t other=0, bytes text=None):
+        """Let the root alone know what a scatter is.
+
+        Args:
+            digest: On the root, of what it tells, not 0; elsewhere of what fits the block.
+            other: Elsewhere, of what fits, too.
+            text: On the root, what it tells, `TOLD_BYTES` at most.
+        """
+        self.c.tells[0], self.c.tells[1], self.text = digest, other, text
+        if text is not None:
+            if len(text) >= NODE_TOLD_BYTES:
+                raise TransportError(f"the root of a scatter tells less than {NODE_TOLD_BYTES} bytes, not {len(text)}")
+            self.c.text, self.c.text_bytes = PyBytes_AS_STRING(text), len(text) + 1
+
     def __call__(self):
         """Start it; return what is under way."""
         return self.start()
@@ -472,6 +501,9 @@ cdef class Operation:
             raise ClosedError("nothing can start among these ranks any more: their communicator is closed")
         if w._first is not None:
             w.sweep()
+        if self.c.tells[0] and w.rank != self.c.root:
+            self._copy = PyBytes_FromStringAndSize(NULL, NODE_TOLD_BYTES)
+            self.c.text = PyBytes_AS_STRING(self._copy)
         posted = node_start(&w.c, &self.c)
         if w._first is None:
             w._first = self
@@ -504,6 +536,44 @@ cdef class Operation:
         if self.c.state != NODE_DONE:
             raise self._error()
         return True
+
+    @property
+    def told(self):
+        """What the root of a scatter has told of it; None as long as it has not.
+
+        For a rank that has not been given its place yet, or whose block does not fit.
+        """
+        cdef char *text = self.c.text
+        if not self.c.misfit:
+            if not node_digest_at(&self.window.c, self.c.root, self.c.number):
+                return None
+            text = self.window.c.lane[self.c.root].tells[self.c.number % NODE_ENTRIES]
+        return None if text == NULL else <bytes>text
+
+    @property
+    def root(self):
+        """The root of a collective that has one."""
+        return self.c.root
+
+    @property
+    def misfit(self):
+        """Whether what the root of a scatter has told does not fit this rank's block."""
+        return self.c.misfit != 0
+
+    def give(self, Bound like):
+        """Give a scatter under way the place of this rank's block, of which the root has told; None for none.
+
+        Args:
+            like: The scatter, bound with what the root has told.
+        """
+        cdef NodeOp none
+        if like is None:
+            memset(&none, 0, sizeof(NodeOp))
+            none.out, none.tells[0] = <char *>&self.window.c, 1  # which nobody tells
+            node_give(&self.window.engine.c, &self.c, &none)
+        else:
+            self.bound, self.recv = like, like.recv  # first: it has the tables, and the memory
+            node_give(&self.window.engine.c, &self.c, &like.c)
 
     cpdef bint differs(self) except -1:
         """Tell whether a rank is known to have started something else, be it before. Never waits."""

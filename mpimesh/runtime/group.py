@@ -14,6 +14,7 @@ from mpimesh.errors import GroupError, RankError, ShapeError, tell_elsewhere
 from mpimesh.runtime import messages, plan
 from mpimesh.runtime.group_core import GroupCore, collective
 from mpimesh.runtime.persistent import Persistent, planning
+from mpimesh.runtime.scatter import scatter
 from mpimesh.runtime.work import CollectiveTensor
 from mpimesh.runtime.world import MeshContext, solo_communicator
 
@@ -24,7 +25,7 @@ Backend: TypeAlias = Literal["mpi", "node_shared", "nccl", "virtual"]
 
 A = TypeVar("A")
 
-_broadcast, _scatter = collective(messages.broadcast), collective(messages.scatter)
+_broadcast, _scatter = collective(messages.broadcast), collective(scatter)
 
 
 class ProcessGroup:
@@ -345,10 +346,11 @@ class ProcessGroup:
     ) -> CollectiveTensor[A]:
         """Cut the array of `root` along `axis` and give each rank its block.
 
-        Collective, as :meth:`all_reduce`. The root's shape and dtype travel ahead
-        in one small broadcast, so the other ranks need not know them. ``scatter_init`` sends
-        nothing ahead: there the other ranks give an `out` for their block, or an `x` like the
-        root's.
+        Collective, as :meth:`all_reduce`. The root tells its shape and dtype, so the other ranks
+        need not know them: on one node beside its blocks, over several in a small broadcast
+        ahead. On one node a rank with an `out` need not wait to be told first. For
+        ``scatter_init``, where nothing is told, the other ranks give an `out` for their block, or
+        an `x` like the root's.
 
         Shapes:
             x: (..., sum(sizes), ...) on `root`.
@@ -379,7 +381,7 @@ class ProcessGroup:
         if mine is None or (x is None and core.rank == root):
             raise ShapeError(
                 f"a planned scatter needs x on its root, and x or out= on every other rank, for no "
-                f"shape travels ahead; rank {core.rank} gives none"
+                f"shape is told; rank {core.rank} gives none"
             )
         return self._run(plan.plan_scatter, mine, out, label, (root, axis, sizes, x is not None))
 

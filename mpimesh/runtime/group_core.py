@@ -29,10 +29,12 @@ from mpimesh.comm.algorithms import ALGORITHM_NAMES, Algorithms, Row
 from mpimesh.comm.device_strategy import steps_in
 from mpimesh.comm.signatures import Signature, digest_of
 from mpimesh.core.call import PlanRecord, Prepared, Starter
+from mpimesh.core.node import Operation
 from mpimesh.errors import (
     BudgetError,
     ClosedError,
     GroupError,
+    MpimeshError,
     OutOfMemoryError,
     RankError,
     on_all_ranks,
@@ -42,6 +44,7 @@ from mpimesh.runtime.call import Call, Message, call_stack
 from mpimesh.runtime.operands import host_array
 from mpimesh.runtime.plan import Plan
 from mpimesh.runtime.progress import Progress
+from mpimesh.runtime.told import misfit
 from mpimesh.runtime.traffic import Amount, Arrival, Members, Rule, from_others, uniform
 from mpimesh.runtime.work import CollectiveTensor, OpenWork
 from mpimesh.runtime.world import MeshContext
@@ -113,8 +116,15 @@ class GroupCore:
         self._checks = context.settings.checks
         self.starter: Starter | None = None
         if communicator is not None:
+            if communicator.window is not None and device_ready():
+                communicator.window.mark_ready()
             checked = bool(self._checks)
             self.starter = Starter(self, communicator, CollectiveTensor, Call, digest_of, checked)
+
+    @property
+    def checked(self) -> bool:
+        """Whether the ranks compare each call by messages before it starts."""
+        return bool(self._checks)
 
     @property
     def started(self) -> int:
@@ -232,6 +242,12 @@ class GroupCore:
         """Start a collective of device memory."""
         started: Request | Steps = getattr(self.side(library), name)(*arguments)
         return started
+
+    def followed(
+        self, begin: Callable[[], Request], after: Callable[[Request], Steps]
+    ) -> Callable[[], Steps]:
+        """Return what begins it, and gives the steps that follow."""
+        return lambda: after(begin())
 
     def in_scope(
         self, scope: StreamScope, begin: Callable[..., Request | Steps]
@@ -509,6 +525,10 @@ class GroupCore:
         if buffers:
             self.context.world.abandoned.append(buffers)
         self.context.unended = True
+
+    def misfit(self, call: Call, operation: Operation, out: Array) -> MpimeshError:
+        """Return what is wrong with the array for a block of a scatter."""
+        return misfit(operation, self.rank or 0, self.size, out)
 
     def wait(self, work: CollectiveTensor, timeout_s: float | None) -> bool:
         """Wait for work of this group; False after `timeout_s`."""

@@ -46,10 +46,7 @@ from mpimesh.errors import (
 )
 from mpimesh.runtime.call import Call, Message
 from mpimesh.runtime.operands import (
-    Blocks,
     check_output,
-    check_sizes,
-    normal_axis,
     output_array,
 )
 from mpimesh.runtime.persistent import PersistentMessage
@@ -64,14 +61,17 @@ __all__ = [
     "ENVELOPE_BYTES",
     "MAX_TAG",
     "Envelope",
+    "array_of",
     "broadcast",
+    "library_of",
     "neighbour",
     "open_envelope",
     "open_head",
+    "received_as",
     "recv",
     "recv_init",
     "roll_call",
-    "scatter",
+    "row_of",
     "seal",
     "seal_head",
     "send",
@@ -471,7 +471,7 @@ def _misfit(
     return None
 
 
-# -- broadcast and scatter of what the ranks do not know: the root's head travels ahead ------------
+# -- broadcast and scatter of what the ranks do not know: the root's head goes ahead ---------------
 
 _ROW_BYTES = 1024
 _HAS_ARRAY, _TAKES_DEVICE, _HEAD = range(3)
@@ -481,7 +481,7 @@ _ARRAY, _REFUSED = 1, 2
 """A note about an array: that its head follows, or why it has none."""
 
 
-def _row(data: Array | None, *, of_cupy: bool, takes_device: bool) -> HostArray:
+def row_of(data: Array | None, *, of_cupy: bool, takes_device: bool) -> HostArray:
     """Return what a rank tells the others: of its array, if it has one, and of itself.
 
     Args:
@@ -504,7 +504,7 @@ def _row(data: Array | None, *, of_cupy: bool, takes_device: bool) -> HostArray:
     return row
 
 
-def _array_of(row: HostArray, root: int) -> Envelope:
+def array_of(row: HostArray, root: int) -> Envelope:
     """Return what the row of the root says of its array.
 
     Raises:
@@ -537,7 +537,7 @@ def broadcast(
         check_output(out)
     asked = algorithm
     algorithm = group.algorithm_for("broadcast", 0, asked)
-    row = _row(data, of_cupy=is_cupy(x), takes_device=group.moves_device_memory)
+    row = row_of(data, of_cupy=is_cupy(x), takes_device=group.moves_device_memory)
     arrival = group.arrival()
 
     def steps() -> Steps:
@@ -552,8 +552,8 @@ def broadcast(
                 )
             )
         root = senders[0]
-        array = _array_of(table[root], root)
-        library = _library(array.on_device and bool(table[:, _TAKES_DEVICE].all()))
+        array = array_of(table[root], root)
+        library = library_of(array.on_device and bool(table[:, _TAKES_DEVICE].all()))
         if asked is not None and library is not np:
             try:
                 group.algorithm_for("broadcast", 0, asked, on_device=True)
@@ -570,7 +570,9 @@ def broadcast(
                 begin = group.communicator.prepare("broadcast", (recv, root), algorithm)
                 yield from run_steps(begin)
 
-        return (yield from _result(group, arrival, root, array, array.shape, library, out, move))
+        return (
+            yield from received_as(group, arrival, root, array, array.shape, library, out, move)
+        )
 
     arrival.call = Call("broadcast", group.name, rule_by("root None", algorithm), label=label)
     plan = PlanRecord(0 if data is None else data.nbytes)
@@ -578,61 +580,7 @@ def broadcast(
     return group.submit(arrival.call, prepared, None if x is out else x)
 
 
-def scatter(
-    group: GroupCore,
-    x: Array | None,
-    *,
-    root: int,
-    axis: int,
-    sizes: Sequence[int] | None,
-    out: Array | None,
-    label: str | None,
-) -> CollectiveTensor:
-    """Start a scatter; see :meth:`ProcessGroup.scatter`."""
-    rank = group.member("scatter")
-    root = group.check_rank(root, "root")
-    if out is not None:
-        check_output(out)
-    data = group.operand(x) if rank == root and x is not None else None
-    if rank == root and data is None:
-        raise ShapeError(f"scatter needs an array on its root, rank {root} passed None")
-    sizes = None if sizes is None else check_sizes(sizes, group.size)
-    row = _row(data, of_cupy=is_cupy(x), takes_device=False)
-    arrival = group.arrival()
-
-    def steps() -> Steps:
-        yield group.communicator.broadcast(row, root)
-        array = _array_of(row, root)
-        takers = np.array([int(group.moves_device_memory)])
-        if array.on_device:
-            yield group.communicator.all_reduce(None, takers, "min")
-        library = _library(array.on_device and bool(takers[0]))
-        # The same arithmetic on every rank: a misfit raises on all of them.
-        blocks = Blocks.of_whole(
-            array.shape, normal_axis(axis, len(array.shape)), group.size, sizes
-        )
-        counts = [count * array.dtype.itemsize for count in blocks.counts]
-
-        def move(recv: Array, target: Array) -> Steps:
-            send = None
-            if data is not None:
-                send = blocks.pack(moved(data, library)).view(np.uint8)
-                if library.may_share_memory(send, recv):
-                    send = send.copy()
-            yield group.side(library).scatter(send, recv, counts, root)
-
-        shape = blocks.block_shape(rank)
-        return (yield from _result(group, arrival, root, array, shape, library, out, move))
-
-    arrival.call = Call(
-        "scatter", group.name, f"root {root}, axis {axis}, sizes {sizes}", label=label
-    )
-    plan = PlanRecord(0 if data is None else data.nbytes)
-    prepared = Prepared(plan, steps, scope=group.scope_if_any())
-    return group.submit(arrival.call, prepared, None if data is None or x is out else x)
-
-
-def _result(
+def received_as(
     group: GroupCore,
     arrival: Arrival,
     root: int,
@@ -660,7 +608,7 @@ def _result(
         library,
         (shape, array.dtype),
         out if misfit is None else None,
-        of_caller=_library(array.on_device),
+        of_caller=library_of(array.on_device),
     )
     yield from move(recv, target)
     if root != group.rank:
@@ -671,7 +619,7 @@ def _result(
     return target if finish is None else finish()
 
 
-def _library(of_cupy: bool) -> ModuleType:
+def library_of(of_cupy: bool) -> ModuleType:
     """Return CuPy if it is asked for and in use on this rank, else NumPy."""
     return sys.modules.get("cupy", np) if of_cupy else np
 

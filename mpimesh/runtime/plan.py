@@ -112,6 +112,9 @@ class Plan(PlanRecord):
         nbytes: Bytes that this rank puts in.
         digest: Of what the ranks compare; 0 if it is not known, or they do not.
         tally: Counts its starts; None if it starts once.
+        tells: Digests of what a scatter fits of which the root alone knows what it is; on the root
+            the first one, of what it tells. None of any other.
+        told: What the root tells.
         unequal: Whether the ranks may receive unequally much, so that all ask whether the budget
             of any is exceeded.
         shape_in: The shape of the input.
@@ -120,7 +123,7 @@ class Plan(PlanRecord):
 
     __slots__ = (
         "algorithm", "converts", "divisor", "dtype", "incoming", "is_plain", "library", "on_device",
-        "outgoing", "reads", "tail", "wire",
+        "outgoing", "reads", "tail", "tells", "told", "wire",
     )  # fmt: skip
 
     def __init__(
@@ -150,6 +153,8 @@ class Plan(PlanRecord):
         self.kind = f"{data.dtype} on a device" if self.on_device else data.dtype
         self.tail, self.wire, self.divisor, self.algorithm = tail, wire, divisor, algorithm
         self.reads, self.in_place, self.also = sends, in_place, also
+        self.tells: tuple[int, int] | None = None
+        self.told: bytes | None = None
         self.outgoing = None if outgoing is None or outgoing.in_order else outgoing
         self.incoming = None if incoming is None or incoming.in_order else incoming
         self.converts = wire is not None and wire != data.dtype
@@ -185,6 +190,8 @@ class Plan(PlanRecord):
             arrays.append(None if result is None else result.reshape(-1).view(kind))
         self.in_place = self.in_place or self.name == "broadcast"
         bound: Bound = getattr(window, self.name)(*arrays, *self.tail)
+        if self.tells is not None:
+            bound.tell(*self.tells, self.told)
         return bound
 
     def bind(self, group: PlanningGroup, x: Array, data: Array, out: Array | None) -> Prepared:
@@ -209,6 +216,8 @@ class Plan(PlanRecord):
             scope = StreamScope()
         else:
             begin = group.communicator.prepare(self.name, arguments, self.algorithm)
+            if self.tells is not None and isinstance(begin, Bound):
+                begin.tell(*self.tells, self.told)
             if out is not None and type(out) is not np.ndarray:
                 scope = StreamScope.of(out)
         return Prepared(self, begin, value, finish, scope, arguments)

@@ -15,6 +15,7 @@ from mpimesh.comm import Moved, StagedRequest
 from mpimesh.comm.engine import test_often
 from mpimesh.comm.signatures import explained, mismatch
 from mpimesh.core.call import Handle, OpenWork as OpenHandles
+from mpimesh.core.node import Operation
 from mpimesh.errors import (
     ClosedError,
     CollectiveTimeoutError,
@@ -88,6 +89,10 @@ class Owner(RecordedGroup, Protocol):
 
     def abandon(self, *buffers: object) -> None:
         """Keep the buffers of work that nobody waits for any more."""
+        ...
+
+    def misfit(self, call: Call, operation: Operation, out: Any) -> MpimeshError:
+        """Return what is wrong with the array for a block of a scatter."""
         ...
 
 
@@ -303,6 +308,8 @@ class CollectiveTensor(Handle[T_co]):
             except MismatchError as error:
                 self._error = error
                 self._group.abandon()  # over here, but perhaps not elsewhere
+        if self._error is None and getattr(self._request, "misfit", False):
+            self._error = self._group.misfit(self._call, self._request, self._value)
         if self._error is not None:
             self._release()
             raise self._error

@@ -19,12 +19,13 @@ from tests.contract import (
     no_arrays,
     persistent,
     reductions,
+    scatters,
 )
 
 __all__ = ["CHECKS", "cases", "cases_of_checks"]
 
 _PREFIX = "check_"
-_DATA = (reductions, movements, messages, persistent, algorithms)
+_DATA = (reductions, movements, scatters, messages, persistent, algorithms)
 _OTHERS = (movement_errors, handles, no_arrays, barriers, groups, closing)
 _LAST = (meshes_made, mismatches)
 
