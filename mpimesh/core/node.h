@@ -165,6 +165,7 @@ typedef struct NodeOp {
     uint64_t piece_bytes, pieces, put, summed, read, first;
     uint64_t own_unit, own_pieces; /* before it was known of an all-to-all what the others give */
     uint8_t stage, written;
+    uint8_t told;        /* the root has told, and this rank has no place for its block yet */
     uint8_t misfit;      /* the root has told of something else, of which nothing was read */
 } NodeOp;
 
@@ -580,7 +581,10 @@ static void node_divide(NodeWindow *w, NodeOp *o, int pieced) {
 /* Of a scatter of which the root alone knows what it is: false before this rank has a place for its block. */
 static int node_fits(NodeWindow *w, NodeOp *o) {
     uint32_t digest = atomic_load_explicit(&node_entry(w, o->root, o->number)->tells, memory_order_relaxed);
-    if (!o->out) return 0;
+    if (!o->out) { /* its caller, who waits, has to look now */
+        w->moved |= !o->told, o->told = 1;
+        return 0;
+    }
     if (digest == o->tells[0] || digest == o->tells[1]) return 1;
     o->misfit = 1, o->unit = 0, o->in_at = o->in_bytes = 0;
     if (o->text) memcpy(o->text, w->lane[o->root]->tells[o->number % NODE_ENTRIES], NODE_TOLD_BYTES);
@@ -794,7 +798,7 @@ static inline int node_state(const NodeOp *o) {
 
 static void node_number(NodeWindow *w, NodeOp *o) {
     o->next = 0, o->state = NODE_UNDER_WAY, o->stage = NODE_STAGE_NEW;
-    o->misfit = 0, o->put = o->summed = o->read = 0, o->own_unit = o->unit, o->own_pieces = 0, o->number = ++w->started;
+    o->told = o->misfit = 0, o->put = o->summed = o->read = 0, o->own_unit = o->unit, o->own_pieces = 0, o->number = ++w->started;
     int blocks = node_blocks(w, o->kind);
     uint64_t bytes = o->unit * (uint64_t)blocks, packed;
     if (!node_contributes(o, w->rank)) {
