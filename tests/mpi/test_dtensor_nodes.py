@@ -27,7 +27,7 @@ def test_on_two_levels(dims, node_ranks):
     x = np.arange(90 * 14.0).reshape(90, 14)
     levels = set()
     with nodes_of(node_ranks), mm.DeviceMesh(dims) as mesh:
-        mesh._core.links = SLOW_BETWEEN
+        mesh._core.context.links = SLOW_BETWEEN
         rows = placements(mesh.ndim)
         pairs = [(a, row) for a in [split(x, mesh, row) for row in rows] for row in rows]
         for number, (a, row) in enumerate(pairs[:: 1 if mesh.ndim == 1 else 11]):
@@ -49,7 +49,7 @@ def test_by_a_collective_of_the_group(axis):
     """Each rank is a node of its own, where a message takes long."""
     x = np.arange(13 * 11.0).reshape(13, 11)
     with nodes_of(1), mm.DeviceMesh("a=-1") as mesh:
-        mesh._core.links = LATE_BETWEEN
+        mesh._core.context.links = LATE_BETWEEN
         cut, summands = mm.distribute(x, mesh, f"S{axis}"), split(x, mesh, ("P",))
         for a, row, kind in (
             (cut, "R", "all_gather"),
