@@ -31,6 +31,7 @@ from mpimesh.comm.region_messages import exchange_by_messages
 from mpimesh.comm.regions import check_regions
 from mpimesh.comm.requests import RecvRequest, Request
 from mpimesh.core.call import Counter
+from mpimesh.core.mail import Mail
 from mpimesh.core.node import Window
 from mpimesh.errors import TransportError
 from mpimesh.layout.boxes import Regions
@@ -77,6 +78,8 @@ class Communicator(Counter, ABC):
     """Moves along what takes several steps, in every wait of the rank; kept by the runtime."""
     window: Window | None = None
     """The ranks, if all of them share memory: their collectives go by it."""
+    node_mail: Mail | None = None
+    """Messages to and from the ranks that share memory with this one; None if there are none."""
     lending: Lending | None = None
     """Lends arrays to ranks that can read this rank's memory; None if there are none."""
     packed: ArrayPool | None = None

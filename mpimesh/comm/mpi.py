@@ -9,7 +9,6 @@ run the whole suite with a limit of 7.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cached_property, lru_cache, partial
@@ -85,7 +84,7 @@ class MPICommunicator(Communicator):
         self.rank = comm.rank
         self.size = comm.size
         # MPICH copies 8 KiB in a test of a message to oneself: 16 MiB take 2,055 tests.
-        self._to_self = Mailbox(threading.Lock(), lambda: None)
+        self._to_self = Mailbox(self.rank)
 
     @classmethod
     def duplicate(cls, comm: MPI.Intracomm, *, limit: int = 0) -> MPICommunicator:
@@ -243,9 +242,11 @@ class MPICommunicator(Communicator):
 
     def isend(self, buffer: HostArray, dest: int, tag: int) -> Request:
         """Send `buffer`."""
+        if self.node_mail is not None and self.node_mail.reaches(dest):
+            return self.node_mail.send(buffer, dest, tag)
         if dest == self.rank:
             copy = buffer.nbytes <= _COPIED_BYTES
-            return self._to_self.send((dest, dest, tag), buffer, copy=copy)
+            return self._to_self.send(buffer, tag, copy=copy)
         if buffer.size <= self._message_limit:
             request = _begin("send", self._comm.Isend, buffer, dest, tag)
             door = self.doors[dest] if self.doors else None
@@ -257,8 +258,10 @@ class MPICommunicator(Communicator):
 
     def irecv(self, buffer: HostArray, source: int, tag: int) -> RecvRequest:
         """Receive into `buffer`."""
+        if self.node_mail is not None and self.node_mail.reaches(source):
+            return self.node_mail.receive(buffer, source, tag)
         if source == self.rank:
-            return self._to_self.receive((source, source, tag), buffer)
+            return self._to_self.receive(buffer, tag)
         if buffer.size <= self._message_limit:
             try:
                 request = self._comm.Irecv(buffer, source, tag)
@@ -277,9 +280,9 @@ class MPICommunicator(Communicator):
 
     def probe(self, tag: int) -> tuple[int, int] | None:
         """Return (source, bytes) of a message with `tag` that waits to be received."""
-        own = self._to_self.find([(self.rank, self.rank, tag)])
-        if own is not None:
-            return self.rank, own[1]
+        near = self._to_self.find(tag) if self.node_mail is None else self.node_mail.probe(tag)
+        if near is not None or (self.node_mail is not None and not self.nodes):
+            return near
         status = MPI.Status()
         if not self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
             return None

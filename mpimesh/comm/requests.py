@@ -1,12 +1,12 @@
-"""Requests of what is under way between ranks, and messages between ranks of one process."""
+"""Requests of what is under way between ranks, and messages of a rank to itself."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from threading import Lock
 from typing import Protocol
 
 from mpimesh.arrays import ArrayPool
@@ -141,10 +141,7 @@ def chunk_slices(size: int, step: int, start: int = 0) -> list[slice]:
     return [slice(at, min(at + step, size)) for at in range(start, size, max(1, step))]
 
 
-# -- messages between ranks of one process -------------------------------------------------------
-
-_Key = tuple[int, int, int]
-"""Sender, receiver, tag."""
+# -- messages of a rank to itself ----------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -174,17 +171,14 @@ class _PostedReceive:
     nbytes: int = -1
     error: TransportError | None = None
 
-    def take(self, message: _Sent, key: _Key) -> None:
+    def take(self, message: _Sent, rank: int, tag: int) -> None:
         """Copy `message` into the buffer; the mailbox's lock is held."""
-        size, nbytes = message.data.size, message.data.nbytes
+        nbytes = message.data.nbytes
         if nbytes > self.buffer.nbytes:
-            source, dest, tag = key
             self.error = TransportError(
-                f"rank {dest} receives {self.buffer.nbytes} bytes from rank {source} with tag "
+                f"rank {rank} receives {self.buffer.nbytes} bytes from rank {rank} with tag "
                 f"{tag}, but {nbytes} bytes were sent"
             )
-        elif self.buffer.dtype == message.data.dtype:
-            self.buffer[:size] = message.data
         else:
             self.buffer.view("u1")[:nbytes] = message.data.view("u1")
         self.nbytes = nbytes
@@ -198,56 +192,48 @@ class _PostedReceive:
 
 
 class Mailbox:
-    """Sends and receives of ranks of one process: other virtual ranks, or an MPI rank and itself.
-
-    Those with the same key, which is sender, receiver and tag, meet in the order in which each was
-    started.
+    """Messages of a rank to itself; those of one tag meet their receives in order.
 
     Args:
-        lock: Held whenever something changes here.
-        note_change: Called then.
+        rank: The rank.
     """
 
-    def __init__(
-        self, lock: AbstractContextManager[object], note_change: Callable[[], None]
-    ) -> None:
-        self._lock = lock
-        self._note_change = note_change
-        self._sent: defaultdict[_Key, deque[_Sent]] = defaultdict(deque)
-        self._posted: defaultdict[_Key, deque[_PostedReceive]] = defaultdict(deque)
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._lock = Lock()
+        self._sent: defaultdict[int, deque[_Sent]] = defaultdict(deque)
+        self._posted: defaultdict[int, deque[_PostedReceive]] = defaultdict(deque)
 
-    def send(self, key: _Key, buffer: HostArray, *, copy: bool) -> Condition:
+    def send(self, buffer: HostArray, tag: int, *, copy: bool) -> Condition:
         """Send `buffer`; if no receive waits for it, a copy of it if `copy`.
 
         The request is done when the buffer may be written again.
         """
         message = _Sent(buffer)
         with self._lock:
-            posted = self._posted[key]
+            posted = self._posted[tag]
             if posted:
-                posted.popleft().take(message, key)
+                posted.popleft().take(message, self._rank, tag)
             elif copy:
-                self._sent[key].append(_Sent(buffer.copy()))
+                self._sent[tag].append(_Sent(buffer.copy()))
                 message.taken = True
             else:
-                self._sent[key].append(message)
-            self._note_change()
+                self._sent[tag].append(message)
         return Condition(lambda: message.taken)
 
-    def receive(self, key: _Key, buffer: HostArray) -> Receive:
+    def receive(self, buffer: HostArray, tag: int) -> Receive:
         """Receive the next message into `buffer`."""
         receive = _PostedReceive(buffer)
         with self._lock:
-            sent = self._sent[key]
+            sent = self._sent[tag]
             if sent:
-                receive.take(sent.popleft(), key)
-                self._note_change()
+                receive.take(sent.popleft(), self._rank, tag)
             else:
-                self._posted[key].append(receive)
+                self._posted[tag].append(receive)
 
         def cancel() -> bool:
             with self._lock:
-                posted = self._posted[key]
+                posted = self._posted[tag]
                 if receive not in posted:
                     return False
                 posted.remove(receive)
@@ -255,11 +241,8 @@ class Mailbox:
 
         return Receive(receive.is_here, lambda: receive.nbytes, cancel)
 
-    def find(self, keys: Iterable[_Key]) -> tuple[_Key, int] | None:
-        """Return the first of `keys` for which a message waits, and its bytes."""
+    def find(self, tag: int) -> tuple[int, int] | None:
+        """Return the rank and the bytes of a message that waits to be received; None for none."""
         with self._lock:
-            for key in keys:
-                sent = self._sent.get(key)
-                if sent:
-                    return key, sent[0].data.nbytes
-        return None
+            sent = self._sent.get(tag)
+            return (self._rank, sent[0].data.nbytes) if sent else None

@@ -26,6 +26,7 @@ from mpimesh.comm.over_nodes import OverNodes
 from mpimesh.comm.region_shared import SharedRegions
 from mpimesh.comm.requests import Request
 from mpimesh.comm.shared_window import CELL_BYTES, SharedWindow
+from mpimesh.core.mail import Mail, slot_bytes
 from mpimesh.core.node import LANE_BYTES, LANE_HEAD_BYTES, MOST_RANKS, Window
 from mpimesh.errors import TransportError
 from mpimesh.layout.boxes import Regions
@@ -83,6 +84,7 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
         if way == "mpi":
             self._algorithms = Algorithms.only("mpi", "asked for")
             self.window = self._levels = self._regions = self.lending = None
+            self.node_mail = self._plain.node_mail = None
             return ""
         if way != "node_shared":
             return f"these ranks have 'mpi' and 'node_shared', not {way!r}"
@@ -108,6 +110,7 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
             return None
         doors = dict(zip(self._neighbours, window.doors, strict=True))
         self.doors = self._plain.doors = [doors.get(rank) for rank in range(self.size)]
+        self._plain.node_mail, self._plain.nodes = self.node_mail, self.nodes
         self._regions = SharedRegions(window, engine, self._plain, window, self._neighbours)
         if len(nodes) == 1:
             self.window = self.node = self._here
@@ -135,7 +138,8 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
         comm, size, arena = self._comm, self.size, self._node.arena
         # The ranks must have the same number to move arrays through shared memory; 0 moves none.
         agreeing = ("never", "auto", "always").index(self._mode)
-        lane_at = -(-CELL_BYTES // _PAGE_BYTES) * _PAGE_BYTES
+        slots_at = CELL_BYTES
+        lane_at = -(-(slots_at + slot_bytes(size)) // _PAGE_BYTES) * _PAGE_BYTES
         kept, at = None, -1
         if arena is not None:
             # Of which only what is touched costs memory.
@@ -204,6 +208,8 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
             )
             pids = table[members, 1].tolist() if could[1] else ()
             self._here = Window(core, place, memories, lanes, window.doors, pids, kept)
+            slots = [start + slots_at for start in starts]
+            self.node_mail = Mail(self._here, memories, slots, members, size, arena, [])
             self.lending = Lending(arena, dict(zip(members, memories, strict=True)), window.fence)
         return nodes
 
@@ -301,6 +307,9 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
         if self.node is not None:
             self.node.close()
         if self._kept is not None:
+            mail = self.node_mail
+            if mail is not None:
+                mail.close()
             # What was given up by an error must not go on in memory that is used again.
             if self._here is not None:
                 self._here.close()
@@ -310,7 +319,8 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
                 # A rank may yet look at this one's counter, or read what it has offered; and the
                 # barrier goes on, which Open MPI does not survive on a communicator it has freed.
                 copies = () if self._regions is None else self._regions.copies.memories
-                for memory in (self._kept, *self._once, *copies):
+                rings = () if mail is None else mail.rings
+                for memory in (self._kept, *self._once, *copies, *rings):
                     self._node.keep(memory)
                 self._freed = True
         if self.lending is not None:
@@ -318,6 +328,7 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
         rail = None if self._levels is None else self._levels.rail
         self._levels = self._regions = self._kept = None
         self._window = self._here = self.window = self.node = self.lending = None
+        self.node_mail = self._plain.node_mail = None
         self._once.clear()
         if self._freed:
             self.free_device()

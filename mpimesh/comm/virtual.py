@@ -1,20 +1,20 @@
 """Ranks that are threads of one process: the whole of mpimesh without MPI.
 
 A :class:`VirtualWorld` holds n ranks. Their collectives go by a window of :mod:`mpimesh.core`, as
-those of the processes of a node do: all arrays of the process are memory that they share. Messages
-and splits are records under one lock. Who waits sleeps at its rank's door, and since the world
-sees every rank it also sees when all of them sleep and nothing can change any more: then it says
-what each one waits for, and raises, instead of hanging as MPI would.
+those of the processes of a node do, and so do their messages: all arrays of the process are memory
+that they share. Splits are records under one lock. Who waits sleeps at its rank's door, and since
+the world sees every rank it also sees when all of them sleep and nothing can change any more: then
+it says what each one waits for, and raises, instead of hanging as MPI would.
 
 With ``rendezvous=True`` a send is done only when its receive has begun, as MPI
 is free to do for any message. Programs that lean on MPI's buffering deadlock
 there, and so show it.
 
 Why no sleep is missed: a rank takes its bell before it looks whether it is done, then asks those
-that it lacks to ring and looks once more. Whatever moves later rings, as does every message and
-split, so the bell has changed or the rank wakes up. And if all ranks that still run have done so,
-and no bell has rung since, none can move. A rank does so when all its threads do that are known:
-its own, and those that have waited before.
+that it lacks to ring and looks once more. Whatever moves later rings, as does every split, so the
+bell has changed or the rank wakes up. And if all ranks that still run have done so, and no bell has
+rung since, none can move. A rank does so when all its threads do that are known: its own, and those
+that have waited before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.algorithms import Algorithms
 from mpimesh.comm.base import NodeCommunicator
 from mpimesh.comm.engine import Steps
-from mpimesh.comm.requests import Condition, Mailbox, RecvRequest, Request
+from mpimesh.comm.requests import Condition, RecvRequest, Request
+from mpimesh.core.mail import Mail, slot_bytes
 from mpimesh.core.node import DOOR_BYTES, LANE_BYTES, Door, Engine, Window
 from mpimesh.errors import DeadlockError, RemoteError, on_all_ranks
 
@@ -175,6 +176,7 @@ class VirtualCommunicator(NodeCommunicator):
 
     kind = "virtual"
     window: Window
+    node_mail: Mail
 
     def __init__(
         self, world: VirtualWorld, context: _Context, rank: int, world_ranks: tuple[int, ...]
@@ -188,6 +190,7 @@ class VirtualCommunicator(NodeCommunicator):
         self.window = context.window(world.engines[world_ranks[rank]], rank, doors)
         if self.size > 1:
             self.node, self.node_ranks = self.window, range(self.size)
+        self.node_mail = context.mail(self.window, world.rendezvous)
         self._splits = 0
 
     def algorithms(self) -> Algorithms:
@@ -225,17 +228,15 @@ class VirtualCommunicator(NodeCommunicator):
 
     def isend(self, buffer: HostArray, dest: int, tag: int) -> Request:
         """Send `buffer`."""
-        key = (self.rank, dest, tag)
-        return self._context.messages.send(key, buffer, copy=not self.world.rendezvous)
+        return self.node_mail.send(buffer, dest, tag)
 
     def irecv(self, buffer: HostArray, source: int, tag: int) -> RecvRequest:
         """Receive into `buffer`."""
-        return self._context.messages.receive((source, self.rank, tag), buffer)
+        return self.node_mail.receive(buffer, source, tag)
 
     def probe(self, tag: int) -> tuple[int, int] | None:
         """Return (source, bytes) of a message with `tag` that waits to be received."""
-        message = self._context.messages.find((r, self.rank, tag) for r in range(self.size))
-        return None if message is None else (message[0][0], message[1])
+        return self.node_mail.probe(tag)
 
     # -- life --------------------------------------------------------------------
 
@@ -292,7 +293,9 @@ class VirtualCommunicator(NodeCommunicator):
     def free(self) -> None:
         """Give back what moves device memory, and the window; contexts go with their last user."""
         self.free_device()
-        if self.window.idle:  # else another rank may yet read an array that the window keeps
+        # Else another rank may yet read an array that they keep.
+        if self.node_mail.idle and self.window.idle:
+            self.node_mail.close()
             self.window.close()
 
     def abort(self, code: int) -> None:
@@ -312,23 +315,28 @@ class _Context:
     """The state that the ranks of one communicator share.
 
     Attributes:
-        messages: Their messages.
         splits: Those that some ranks have joined and others have not, by number.
         offers: The arrays that ranks have offered to all, by number.
         num_offers: How many there have been.
     """
 
     def __init__(self, world: VirtualWorld, size: int) -> None:
-        self.messages = Mailbox(world.lock, world.ring)
         self.splits: dict[int, _Split] = {}
         self.offers: dict[int, HostArray] = {}
         self.num_offers = 0
         self._lanes = _zeros(size, LANE_BYTES)
+        self._slots = _zeros(size, slot_bytes(size))
+        self._rings: list[HostArray] = []  # which others read as long as they like
 
     def window(self, engine: Engine, rank: int, doors: list[Door]) -> Window:
         """Return the ranks as `rank` starts operations among them."""
         lanes = self._lanes
         return Window(engine, rank, lanes, [0] * len(lanes), doors, is_threads=True)
+
+    def mail(self, window: Window, rendezvous: bool) -> Mail:
+        """Return the messages of a rank, whose window this is."""
+        slots, size = self._slots, window.size
+        return Mail(window, slots, [0] * size, range(size), size, None, self._rings, rendezvous)
 
 
 class _Split:

@@ -5,6 +5,7 @@ from typing import Any, Generic, TypeAlias
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
+from mpimesh.core.mail import Receiver
 from mpimesh.core.node import Operation
 
 T_co = TypeVar("T_co", covariant=True, default=Any)
@@ -140,3 +141,26 @@ class Starter:
     def begin(self, call: CallRecord, prepared: Prepared, begin: Callable[[], Any]) -> Any: ...
     def post(self, call: CallRecord, plan: PlanRecord) -> bool: ...
     def again(self, call: CallRecord, prepared: Prepared) -> Any: ...
+
+class Route:
+    def __init__(
+        self,
+        call: CallRecord,
+        counter: Counter,
+        peer: int,
+        tag: int,
+        wire_tag: int,
+        head: int,
+        text: bytes | None,
+        like: NDArray[Any] | None,
+        nbytes: int = 0,
+        receiver: Receiver | None = None,
+        guess: tuple[Any, ...] | None = None,
+    ) -> None: ...
+
+class Courier:
+    closed: bool
+    def __init__(self, core: Any, communicator: Any, handle: Any, call: Any) -> None: ...
+    def learn(self, route: Route, sends: bool) -> None: ...
+    def send(self, x: Any, dest: Any, tag: Any) -> Any: ...
+    def receive(self, source: Any, out: Any, tag: Any) -> Any: ...

@@ -322,7 +322,14 @@ cdef class Handle:
             return self._resolve(timeout_s)
         if self._resolved:
             return self._value
-        if type(self._request) is not Operation or self._finish is not None or self._unlock is not None:
+        if self._finish is not None or self._unlock is not None:
+            return self._resolve(None)
+        if type(self._request) is Message:
+            if not _has_come(<Message>self._request, self._work._size == 1) or self._call.number:
+                return self._resolve(None)  # of a shift the ranks compare the calls
+            self._end(False)
+            return self._value
+        if type(self._request) is not Operation:
             return self._resolve(None)
         operation = <Operation>self._request
         # Alone, it may yield for long; else what goes by MPI is to be moved, too.
@@ -747,3 +754,6 @@ cdef class Starter:
         self.open_work.add(handle)
         self.note(call)
         return handle
+
+
+include "messages.pxi"

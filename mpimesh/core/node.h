@@ -137,6 +137,7 @@ typedef struct {
 typedef void (*NodeFold)(void *out, const void *const *in, int ranks, long n);
 
 struct NodeWindow;
+struct MailBox;
 typedef struct NodeOp {
     struct NodeOp *next;
     const char *in;
@@ -171,6 +172,7 @@ typedef struct NodeOp {
 
 typedef struct NodeEngine {
     struct NodeWindow *active; /* with something under way */
+    struct MailBox *mail;      /* the same of messages */
     NodeDoor *mine;
     int spin;                  /* passes before it yields; 0 for threads */
     long yield_ns;             /* how long it yields before it sleeps */
@@ -252,6 +254,8 @@ static inline uint64_t node_ns(void) {
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
+
+#include "mail.h"
 
 /* -- what the ranks have posted ---------------------------------------------------------------- */
 
@@ -774,6 +778,7 @@ static int node_pass_locked(NodeEngine *e) {
         if (w->head) p = &w->next;
         else *p = w->next, w->listed = 0;
     }
+    if (e->mail && mail_pass(e)) moved = 1;
     return moved;
 }
 
@@ -877,6 +882,7 @@ static void node_await(NodeEngine *e) {
             int q = w->awaited[i] = w->lacks[i];
             if (q >= 0) atomic_fetch_or(&w->lane[q]->waiters[w->rank / 64], 1ull << w->rank % 64);
         }
+    mail_await(e);
     atomic_thread_fence(memory_order_seq_cst);
 }
 
@@ -887,16 +893,19 @@ static int node_lacks_others(const NodeEngine *e) {
     return 0;
 }
 
-/* Spin, then yield: true where the operation is over. */
-static int node_wait_briefly(NodeEngine *e, NodeOp *o) {
+/* True where an operation, or a message, is over; of none it is not. */
+static inline int node_is_over(const int32_t *state) { return state && __atomic_load_n(state, __ATOMIC_ACQUIRE); }
+
+/* Spin, then yield: true where it is over. */
+static int node_wait_briefly(NodeEngine *e, const int32_t *state) {
     for (int i = 0; i < e->spin; i++) {
         node_pass(e);
-        if (node_state(o)) return 1;
+        if (node_is_over(state)) return 1;
         NODE_PAUSE();
     }
     for (uint64_t end = node_ns() + (uint64_t)e->yield_ns;;) {
         for (int i = 0; i < 8; i++) {
-            if (node_pass(e), node_state(o)) return 1;
+            if (node_pass(e), node_is_over(state)) return 1;
             sched_yield();
         }
         if (node_ns() >= end) return 0;
@@ -907,9 +916,9 @@ static inline uint32_t node_bell(NodeEngine *e) {
     return atomic_load(&e->mine->bell);
 }
 
-/* Sleep until something moves, `o` is over or the bell is not `bell` any more; false after a full nap. Who waits for
+/* Sleep until something moves, what has this state (or 0) is over or the bell is not `bell` any more; false after a full nap. Who waits for
  * what is in no window takes the bell before it looks at that. */
-static int node_sleep_since(NodeEngine *e, const NodeOp *o, long nap_ns, uint32_t bell) {
+static int node_sleep_since(NodeEngine *e, const int32_t *state, long nap_ns, uint32_t bell) {
     NodeDoor *mine = e->mine;
     int rung = 1;
     atomic_fetch_add(&mine->asleep, 1);
@@ -917,26 +926,26 @@ static int node_sleep_since(NodeEngine *e, const NodeOp *o, long nap_ns, uint32_
     node_await(e);
     int moved = node_pass_locked(e) || node_lacks_others(e); /* the second look */
     node_unlock(e);
-    if (!moved && !(o && node_state(o))) {
+    if (!moved && !node_is_over(state)) {
         struct timespec nap = {nap_ns / 1000000000, nap_ns % 1000000000};
         rung = !syscall(SYS_futex, &mine->bell, FUTEX_WAIT, bell, &nap, 0, 0) || errno != ETIMEDOUT;
     }
     atomic_fetch_sub(&mine->asleep, 1);
-    return node_pass(e) || rung || (o && node_state(o));
+    return node_pass(e) || rung || node_is_over(state);
 }
 
-/* Yield for a while, until the bell is not `bell` any more; false if it still is. */
+/* Yield for a while, until something moves or the bell is not `bell` any more; false if it still is. */
 static inline int node_yield_since(NodeEngine *e, uint32_t bell) {
     for (uint64_t end = node_ns() + (uint64_t)e->yield_ns; node_ns() < end;)
         for (int i = 0; i < 8; i++) {
-            if (node_bell(e) != bell) return 1;
+            if (node_bell(e) != bell || node_pass(e)) return 1;
             sched_yield();
         }
     return 0;
 }
 
-static int node_sleep(NodeEngine *e, const NodeOp *o /* or 0 */, long nap_ns) {
-    return node_sleep_since(e, o, nap_ns, node_bell(e));
+static int node_sleep(NodeEngine *e, const int32_t *state, long nap_ns) {
+    return node_sleep_since(e, state, nap_ns, node_bell(e));
 }
 
 /* Ranks that are threads of one interpreter: who has its lock, or is about to take it. Who waits for its turn here takes
@@ -958,12 +967,12 @@ static inline void node_take_turn(NodeEngine *e) {
     atomic_store(&node_turn, e);
 }
 
-/* Wait for one operation; false after a nap, or a bell: for signals, failures, the watchdog, then call it again. */
-static int node_wait(NodeEngine *e, NodeOp *o) {
-    if (node_wait_briefly(e, o)) return 1;
+/* Wait for one operation or message; false after a nap, or a bell: for signals, failures, the watchdog, then call it again. */
+static int node_wait(NodeEngine *e, const int32_t *state) {
+    if (node_wait_briefly(e, state)) return 1;
     long nap_ns = e->nap_ns, longer = nap_ns * 2 < NODE_LONGEST_NAP_NS ? nap_ns * 2 : NODE_LONGEST_NAP_NS;
-    e->nap_ns = node_sleep(e, o, nap_ns) ? NODE_NAP_NS : longer;
-    return node_state(o) != 0;
+    e->nap_ns = node_sleep(e, state, nap_ns) ? NODE_NAP_NS : longer;
+    return node_is_over(state);
 }
 
 /* True where this process may read memory of another one, and finds there what it should. */

@@ -47,8 +47,10 @@ cdef extern from "node.h":
         int16_t root
         int32_t state, culprit
     ctypedef struct NodeWindow
+    ctypedef struct MailBox
     ctypedef struct NodeEngine:
         NodeWindow *active
+        MailBox *mail
         NodeDoor *mine
         int spin
         long yield_ns, nap_ns
@@ -68,12 +70,12 @@ cdef extern from "node.h":
     void node_engine_init(NodeEngine *)
     int node_start(NodeWindow *, NodeOp *) nogil
     int node_pass(NodeEngine *) nogil
-    int node_wait_briefly(NodeEngine *, NodeOp *) nogil
+    int node_wait_briefly(NodeEngine *, const int32_t *) nogil
     void node_give_turn(NodeEngine *) nogil
     void node_take_turn(NodeEngine *) nogil
     uint32_t node_bell(NodeEngine *) nogil
     int node_yield_since(NodeEngine *, uint32_t) nogil
-    int node_sleep_since(NodeEngine *, const NodeOp *, long, uint32_t) nogil
+    int node_sleep_since(NodeEngine *, const int32_t *, long, uint32_t) nogil
     void node_wake(NodeDoor *) nogil
     void node_close(NodeWindow *) nogil
     int node_can_read(int, const void *, uint64_t) nogil
@@ -88,6 +90,9 @@ cdef extern from "node.h":
     int node_all_ready(NodeWindow *)
 
 
+cdef void *data_of(cnp.ndarray array) except? NULL
+
+
 cdef class Door:
     cdef NodeDoor *c
     cdef object _memory
@@ -97,7 +102,9 @@ cdef class Engine:
     cdef NodeEngine c
     cdef readonly bint is_thread
     cdef readonly Door door
-    cdef set _windows
+    cdef set _windows  # and what else is to live as long as it may be moved
+
+    cdef void spend(self, const int32_t *state, double longest_s, bint large)
 
 
 cdef class Window:

@@ -113,10 +113,27 @@ cdef class Engine:
     def advance(self):
         """Move all that is under way; tell whether anything moved."""
         cdef int moved = 0
-        if self.c.active != NULL:
-            with nogil:
-                moved = node_pass(&self.c)
+        if self.c.active == NULL and self.c.mail == NULL:
+            return False
+        if self.is_thread and self.c.active == NULL:  # to get Python's lock back may take much longer
+            return node_pass(&self.c) != 0
+        with nogil:
+            moved = node_pass(&self.c)
         return moved != 0
+
+    cdef void spend(self, const int32_t *state, double longest_s, bint large):
+        """Wait so long for what has this state, without a look at anything else."""
+        self.c.yield_ns = <long>(longest_s * 1e9)
+        if not large:
+            node_pass(&self.c)  # the others may be there already
+            if state[0]:
+                return
+        with nogil:
+            if self.is_thread:
+                node_give_turn(&self.c)
+            node_wait_briefly(&self.c, state)
+            if self.is_thread:
+                node_take_turn(&self.c)
 
     def bell(self):
         """Return how often the door's bell has rung: for :meth:`sleep`, before the last look."""
@@ -347,9 +364,9 @@ cdef class Window:
                 raise TransportError(f"arrays of dtype {like.dtype} cannot be reduced by {op!r}")
             o.fold, o.item, number = fold.function, cnp.PyArray_ITEMSIZE(like), fold.number
         if send is not None:
-            o.source_data = <const char *>_data(send)
+            o.source_data = <const char *>data_of(send)
         if recv is not None:
-            o.out = <char *>_data(recv)
+            o.out = <char *>data_of(recv)
         if send_counts is not None:
             o.unit = bound.cut(send_counts, cnp.PyArray_ITEMSIZE(like), &o.in_at, &o.in_bytes, kind == NODE_ALL_TO_ALL)
         elif recv_counts is None and like is not None:
@@ -399,7 +416,7 @@ cdef _check(cnp.ndarray array, cnp.ndarray like, size_t nbytes, str what):
         )
 
 
-cdef void *_data(cnp.ndarray array) except? NULL:
+cdef void *data_of(cnp.ndarray array) except? NULL:
     if not cnp.PyArray_IS_C_CONTIGUOUS(array):
         raise TransportError("arrays between ranks must be contiguous")
     return cnp.PyArray_DATA(array)
@@ -587,18 +604,7 @@ cdef class Operation:
 
     cdef void spend(self, double longest_s):
         """Wait for it so long, without a look at anything else."""
-        cdef Engine engine = self.window.engine
-        engine.c.yield_ns = <long>(longest_s * 1e9)
-        if self.c.unit <= NODE_SMALL_BYTES:
-            node_pass(&engine.c)  # the others may be there already
-            if self.c.state:
-                return
-        with nogil:
-            if engine.is_thread:
-                node_give_turn(&engine.c)
-            node_wait_briefly(&engine.c, &self.c)
-            if engine.is_thread:
-                node_take_turn(&engine.c)
+        self.window.engine.spend(&self.c.state, longest_s, self.c.unit > NODE_SMALL_BYTES)
 
     cdef _error(self):
         if self.c.state == NODE_MISMATCH:

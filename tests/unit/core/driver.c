@@ -132,7 +132,7 @@ static int check(Rank *r, Job *j) {
 
 static int finish(Rank *r, Job *j) {
     int calls = 0;
-    while (!node_wait(r->e, &j->op))
+    while (!node_wait(r->e, &j->op.state))
         if (++calls > (killer ? 400 : 300)) {
             fprintf(stderr, "rank %d: window %d number %lu kind %d style %d stage %d stands still: lacks %d %d %d\n", r->rank, j->window, (unsigned long)j->op.number, j->kind, j->style, j->op.stage, j->w->lacks[0], j->w->lacks[1], j->w->lacks[2]);
             return 3;
@@ -175,7 +175,7 @@ static void *bench(void *arg) {
                     uint8_t source = o[0].source;
                     for (int k = 0; k < many; k++) o[k].source = source, node_start(w, &o[k]);
                     for (int k = 0; k < many; k++)
-                        while (!node_wait(r->e, &o[k])) {}
+                        while (!node_wait(r->e, &o[k].state)) {}
                     o[0].source = source;
                 }
                 double us = (double)(node_ns() - begin) / 1e3 / (double)times / many;
@@ -204,7 +204,7 @@ static void *mismatch(void *arg) {
         node_start(&r->w[0], &o[k]);
     }
     for (int k = 39; k >= 0; k--) {
-        while (!node_wait(r->e, &o[k])) {}
+        while (!node_wait(r->e, &o[k].state)) {}
         wrong |= o[k].state != (k < 29 ? NODE_DONE : NODE_MISMATCH) || (k < 29 && x[k] != ranks * (ranks - 1) / 2);
     }
     /* Each knows of two ranks, at least, that called different things, and which. */
@@ -295,7 +295,7 @@ static int start_common(Rank *r) {
     o.in = o.out = (char *)x, o.unit = sizeof x, o.fold = sum_i64, o.item = 8, o.digest = (uint32_t)id, o.kind = NODE_ALL_REDUCE;
     node_start(r->common->w, &o);
     pthread_mutex_unlock(&r->common->mutex);
-    for (int calls = 0; !node_wait(r->e, &o);)
+    for (int calls = 0; !node_wait(r->e, &o.state);)
         if (++calls > 300) return fprintf(stderr, "rank %d: number %lu of both threads stands still\n", r->rank, (unsigned long)o.number), 3;
     for (int i = 0; i < 3; i++) {
         sum = 0;

@@ -1,0 +1,175 @@
+# Messages of a group that are alike earlier ones; a part of call.pyx.
+
+from mpimesh.core.mail cimport Mail, Message
+
+
+cdef enum: MOST_ROUTES = 32
+
+
+cdef bint _has_come(Message message, bint alone) except -1:
+    """Wait a while for a message; tell whether its handle has all that it needs."""
+    if not message.c.state and not message.c.detached:
+        # A send to a thread of this process need not wait long: it can make a copy.
+        message.spend(1e-3 if alone and not (message.sends and message.mail.c.one_process) else 5e-5)
+    if message.c.state != NODE_DONE and not message.c.detached:
+        return False
+    if message.error is not None or message.rest is not None or message.value is not None:
+        return False
+    if message.mail.c.ended != NULL:
+        message.mail.sweep()
+    return True
+
+
+cdef class Route:
+    """What messages alike have in common: where they go to or come from, and what they are.
+
+    Args:
+        call: A call of them.
+        counter: Counts them.
+        peer: The other rank.
+        tag: Their tag, as the caller gives it.
+        wire_tag: The same among all messages of the ranks.
+        head: Stands for dtype, shape and group.
+        text: The same as text; None for a receive.
+        like: An array like those to send, or to receive into; None if it comes with the message.
+        nbytes: Bytes that this rank puts in.
+        receiver: What a receive makes of a message that is another one.
+        guess: Shape and dtype of what comes in all likelihood, where `like` is None.
+    """
+
+    cdef CallRecord call
+    cdef Counter counter
+    cdef long peer, tag, nbytes
+    cdef int wire_tag
+    cdef unsigned long long head
+    cdef bytes text, record_text
+    cdef cnp.ndarray like
+    cdef tuple guess
+    cdef object descr, receiver, code
+    cdef int offset
+    cdef Route next
+
+    def __init__(
+        self,
+        CallRecord call not None,
+        Counter counter not None,
+        long peer,
+        long tag,
+        int wire_tag,
+        unsigned long long head,
+        bytes text,
+        cnp.ndarray like,
+        long nbytes=0,
+        receiver=None,
+        tuple guess=None,
+    ):
+        self.guess, self.call, self.counter, self.peer, self.tag, self.wire_tag = guess, call, counter, peer, tag, wire_tag
+        self.head, self.text, self.nbytes, self.receiver = head, text, nbytes, receiver
+        if like is not None:
+            self.descr = <object>cnp.PyArray_DESCR(like)
+            self.like = numpy.broadcast_to(numpy.empty((), like.dtype), (<object>like).shape)
+
+    cdef bint fits(self, cnp.ndarray x, long peer, long tag) noexcept:
+        """Tell whether a message is like those of it; x is None if it has no array yet."""
+        if self.peer != peer or self.tag != tag or (x is None) != (self.like is None):
+            return False
+        return x is None or self.descr is <object>cnp.PyArray_DESCR(x) and cnp.PyArray_SAMESHAPE(self.like, x)
+
+
+cdef class Courier:
+    """The messages of one group between ranks that share memory, where they are alike earlier ones.
+
+    Args:
+        core: The group.
+        communicator: Its transport, which has `node_mail`.
+        handle: Makes the handle of a call.
+        call: Makes the record of a call.
+
+    Attributes:
+        closed: Whether the group is closed.
+    """
+
+    cdef public bint closed
+    cdef object core, context, communicator, note, _handle, _call, modules
+    cdef Limits traffic
+    cdef State state
+    cdef str name
+    cdef Mail mail
+    cdef OpenWork open_work
+    cdef Route sends, receives
+    cdef int num_routes
+
+    def __init__(self, core, communicator, handle, call):
+        self.core, self.communicator, self.mail = core, communicator, communicator.node_mail
+        self.context, self.traffic, self.state = core.context, core.context.traffic, core.progress
+        self.open_work, self.note, self.name = core.open_work, core.progress.calls.append, core.name
+        self._handle, self._call, self.modules = handle, call, sys.modules
+
+    def learn(self, Route route not None, bint sends):
+        """Let further messages alike go by this route."""
+        if self.num_routes == MOST_ROUTES:
+            self.sends = self.receives = None
+            self.num_routes = 0
+        self.num_routes += 1
+        if sends:
+            route.next, self.sends = self.sends, route
+        else:
+            route.next, self.receives = self.receives, route
+
+    def send(self, x, dest, tag):
+        """Start to send an array as one like it was sent before; None if that takes more."""
+        cdef Route route
+        if type(x) is not cnp.ndarray or type(dest) is not int or type(tag) is not int:
+            return None
+        route = self.find(self.sends, <cnp.ndarray>x, dest, tag)
+        if route is None or not cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray>x) or not self.ready():
+            return None
+        message = self.mail.send(<cnp.ndarray>x, route.peer, route.wire_tag, route.head, route.text)
+        return self.launch(route, message, None, 1)
+
+    def receive(self, source, out, tag):
+        """Start to receive, into `out` or what comes, as was done before; None if that takes more."""
+        cdef Route route
+        cdef cnp.ndarray array = None
+        if type(source) is not int or type(tag) is not int:
+            return None
+        if out is not None:
+            if type(out) is not cnp.ndarray or not _is_plain(<cnp.ndarray>out):
+                return None
+            array = <cnp.ndarray>out
+        route = self.find(self.receives, array, source, tag)
+        if route is None or not self.ready() or "cupy" in self.modules:
+            return None
+        if route.guess is not None:
+            array = self.core.empty(*route.guess)
+        message = self.mail.receive(array, route.peer, route.wire_tag, route.head, route.receiver)
+        return self.launch(route, message, array, -1)
+
+    cdef Route find(self, Route route, cnp.ndarray x, long peer, long tag):
+        while route is not None and not route.fits(x, peer, tag):
+            route = route.next
+        return route
+
+    cdef bint ready(self) except -1:
+        """Tell whether a start needs nothing else."""
+        return not (self.closed or self.open_work.closed or self.traffic.budgets)
+
+    cdef Handle launch(self, Route route, Message message, value, int unread):
+        """Give the handle of a message out."""
+        cdef Handle handle = <Handle>_new(self._handle)
+        cdef CallRecord call = <CallRecord>_new(self._call), like = route.call
+        call.name, call.group, call.rule, call.shape = like.name, self.name, like.rule, like.shape
+        call.dtype, call.peers, call.code = like.dtype, like.peers, _place(&call.offset)
+        handle._group, handle._call, handle._value, handle._request = self.core, call, value, message
+        if self.state.recorder is not None:
+            if route.code is not call.code or route.offset != call.offset:
+                route.code, route.offset = call.code, call.offset
+                route.record_text = self.state.recorder.text_of(self.core, call)
+            call.record = self.state.recorder.write(0, route.nbytes, route.record_text)
+        route.counter.started += 1
+        self.context.unread += unread
+        self.communicator.unread += unread
+        handle._work, handle._state = self.open_work, self.state
+        self.open_work.add(handle)
+        self.note(call)
+        return handle
