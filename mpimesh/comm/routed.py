@@ -84,6 +84,8 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
         if way == "mpi":
             self._algorithms = Algorithms.only("mpi", "asked for")
             self.window = self._levels = self._regions = self.lending = None
+            if self.node_mail is not None:
+                self.node_mail.close()
             self.node_mail = self._plain.node_mail = None
             return ""
         if way != "node_shared":

@@ -325,8 +325,10 @@ cdef class Handle:
         if self._finish is not None or self._unlock is not None:
             return self._resolve(None)
         if type(self._request) is Message:
-            if not _has_come(<Message>self._request, self._work._size == 1) or self._call.number:
-                return self._resolve(None)  # of a shift the ranks compare the calls
+            if not _has_come(<Message>self._request, self._work._size == 1):
+                return self._resolve(None)
+            if self._call.posted is not None and self._call.posted.differs():
+                return self._resolve(None)
             self._end(False)
             return self._value
         if type(self._request) is not Operation:

@@ -76,6 +76,25 @@ cdef class Route:
         return x is None or self.descr is <object>cnp.PyArray_DESCR(x) and cnp.PyArray_SAMESHAPE(self.like, x)
 
 
+cdef class ShiftRoute(Route):
+    """What shifts alike have in common; the other arguments are those of a :class:`Route` of `offset` as its tag.
+
+    Args:
+        wrap: As the caller gives it.
+        dest, source: The other ranks; -1 where the row ends.
+        plan: How they are compared.
+    """
+
+    cdef object wrap
+    cdef long dest, source
+    cdef PlanRecord plan
+
+    def set_ends(self, wrap, long dest, long source, PlanRecord plan not None):
+        """Set what a :class:`Route` has not, and return it."""
+        self.wrap, self.dest, self.source, self.plan = wrap, dest, source, plan
+        return self
+
+
 cdef class Courier:
     """The messages of one group between ranks that share memory, where they are alike earlier ones.
 
@@ -97,6 +116,7 @@ cdef class Courier:
     cdef Mail mail
     cdef OpenWork open_work
     cdef Route sends, receives
+    cdef ShiftRoute shifts
     cdef int num_routes
 
     def __init__(self, core, communicator, handle, call):
@@ -109,12 +129,17 @@ cdef class Courier:
         """Let further messages alike go by this route."""
         if self.num_routes == MOST_ROUTES:
             self.sends = self.receives = None
+            self.shifts = None
             self.num_routes = 0
         self.num_routes += 1
         if sends:
             route.next, self.sends = self.sends, route
         else:
             route.next, self.receives = self.receives, route
+
+    def learn_shift(self, ShiftRoute route not None):
+        """Let further shifts alike go by this route."""
+        route.next, self.shifts = self.shifts, route
 
     def send(self, x, dest, tag):
         """Start to send an array as one like it was sent before; None if that takes more."""
@@ -125,7 +150,8 @@ cdef class Courier:
         if route is None or not cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray>x) or not self.ready():
             return None
         message = self.mail.send(<cnp.ndarray>x, route.peer, route.wire_tag, route.head, route.text)
-        return self.launch(route, message, None, 1)
+        self.count(1)
+        return self.launch(route, self.new_call(route.call), message, None)
 
     def receive(self, source, out, tag):
         """Start to receive, into `out` or what comes, as was done before; None if that takes more."""
@@ -143,7 +169,35 @@ cdef class Courier:
         if route.guess is not None:
             array = self.core.empty(*route.guess)
         message = self.mail.receive(array, route.peer, route.wire_tag, route.head, route.receiver)
-        return self.launch(route, message, array, -1)
+        self.count(-1)
+        return self.launch(route, self.new_call(route.call), message, array)
+
+    def shift(self, x, offset, wrap):
+        """Start a shift as one like it was started before; None if that takes more."""
+        cdef ShiftRoute route = self.shifts
+        cdef Message sent = None, message
+        cdef CallRecord call
+        if type(x) is not cnp.ndarray or type(offset) is not int or type(wrap) is not bool:
+            return None
+        while route is not None and not (route.wrap is wrap and route.fits(<cnp.ndarray>x, 0, offset)):
+            route = <ShiftRoute>route.next
+        if route is None or not cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray>x) or not self.ready():
+            return None
+        if "cupy" in self.modules or (self.state.tails and self.core.progress.busy(self.communicator)):
+            return None
+        call = self.new_call(route.call)
+        if not self.core.post_call(call, route.plan):
+            return None
+        # Both under way at once: a ring of ranks that all send first must not wait.
+        if route.dest >= 0:
+            sent = self.mail.send(<cnp.ndarray>x, route.dest, route.wire_tag, route.head, route.text)
+        if route.source < 0:
+            return self.launch(route, call, sent, None)
+        array = self.core.empty((<object>x).shape, (<cnp.ndarray>x).descr, numpy, x)
+        message = self.mail.receive(array, route.source, route.wire_tag, route.head, route.receiver)
+        if sent is not None and not sent.c.state:
+            message.rest = sent
+        return self.launch(route, call, message, array)
 
     cdef Route find(self, Route route, cnp.ndarray x, long peer, long tag):
         while route is not None and not route.fits(x, peer, tag):
@@ -154,21 +208,28 @@ cdef class Courier:
         """Tell whether a start needs nothing else."""
         return not (self.closed or self.open_work.closed or self.traffic.budgets)
 
-    cdef Handle launch(self, Route route, Message message, value, int unread):
-        """Give the handle of a message out."""
-        cdef Handle handle = <Handle>_new(self._handle)
-        cdef CallRecord call = <CallRecord>_new(self._call), like = route.call
+    cdef count(self, int change):
+        """Count a message that is sent, or begun to be received."""
+        self.context.unread += change
+        self.communicator.unread += change
+
+    cdef CallRecord new_call(self, CallRecord like):
+        """Return the record of a call made here."""
+        cdef CallRecord call = <CallRecord>_new(self._call)
         call.name, call.group, call.rule, call.shape = like.name, self.name, like.rule, like.shape
         call.dtype, call.peers, call.code = like.dtype, like.peers, _place(&call.offset)
+        return call
+
+    cdef Handle launch(self, Route route, CallRecord call, Message message, value):
+        """Give the handle of a message out."""
+        cdef Handle handle = <Handle>_new(self._handle)
         handle._group, handle._call, handle._value, handle._request = self.core, call, value, message
         if self.state.recorder is not None:
             if route.code is not call.code or route.offset != call.offset:
                 route.code, route.offset = call.code, call.offset
                 route.record_text = self.state.recorder.text_of(self.core, call)
-            call.record = self.state.recorder.write(0, route.nbytes, route.record_text)
+            call.record = self.state.recorder.write(call.number, route.nbytes, route.record_text)
         route.counter.started += 1
-        self.context.unread += unread
-        self.communicator.unread += unread
         handle._work, handle._state = self.open_work, self.state
         self.open_work.add(handle)
         self.note(call)

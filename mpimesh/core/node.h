@@ -2,8 +2,9 @@
  *
  * Each rank writes what it has started into its lane, in order, and reads the lanes of the others. node_start() never
  * waits: it queues an operation and posts what finds room. node_wait() moves everything that this rank has started, in
- * every window, until one operation is over. Nothing here calls Python, allocates, or takes a lock between processes;
- * threads of one rank take turns by a lock of their own: who finds it taken leaves the moving to the other.
+ * every window, until one operation is over, and every message (mail.h). Nothing here calls Python, allocates, but for
+ * messages that nobody receives yet, or takes a lock between processes; threads of one rank take turns by a lock of
+ * their own: who finds it taken leaves the moving to the other.
  *
  * Every place in shared memory has one writer, but for `bell` and `waiters`. What orders the accesses:
  *   - a word is stored (release) after everything that it speaks of, and read (acquire) before any of it is;

@@ -420,7 +420,8 @@ class ProcessGroup:
             DTypeError: If `x` holds Python objects, or its dtype cannot be described.
 
         Cost:
-            One message up to 4 KiB, else two: ``2 * latency_s + nbytes / bytes_per_s``.
+            One message within a node, and up to 4 KiB between nodes, else two:
+            ``2 * latency_s + nbytes / bytes_per_s``.
         """
         return messages.send(self._core, x, dest, tag, label)
 

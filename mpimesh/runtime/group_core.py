@@ -28,7 +28,8 @@ from mpimesh.comm import Communicator, Request, Steps, run_steps
 from mpimesh.comm.algorithms import ALGORITHM_NAMES, Algorithms, Row
 from mpimesh.comm.device_strategy import steps_in
 from mpimesh.comm.signatures import Signature, digest_of
-from mpimesh.core.call import PlanRecord, Prepared, Starter
+from mpimesh.core.call import Counter, Courier, PlanRecord, Prepared, Starter
+from mpimesh.core.mail import Mail
 from mpimesh.core.node import Operation
 from mpimesh.errors import (
     BudgetError,
@@ -120,6 +121,9 @@ class GroupCore:
                 communicator.window.mark_ready()
             checked = bool(self._checks)
             self.starter = Starter(self, communicator, CollectiveTensor, Call, digest_of, checked)
+        self.courier: Courier | None = None
+        if communicator is not None and communicator.node_mail is not None and not self._checks:
+            self.courier = Courier(self, communicator, CollectiveTensor, Call)
 
     @property
     def checked(self) -> bool:
@@ -154,6 +158,8 @@ class GroupCore:
         self._communicator = self.drop = None
         if self.starter is not None:
             self.starter.closed = True
+        if self.courier is not None:
+            self.courier.closed = True
 
     def member(self, action: str) -> int:
         """Return this rank's place in the group, or refuse `action`."""
@@ -612,6 +618,10 @@ class GroupCore:
             )
         return int(rank)
 
+    def tally(self, name: str, nbytes: int, receives: tuple[Rule, Amount] | None) -> Counter:
+        """Return what counts operations of one kind by a single addition each."""
+        return self.context.traffic.tally(name, nbytes, receives, self._members)
+
     def arrival(self) -> Arrival:
         """Return what counts the bytes of an operation whose size only the sender knows."""
         return Arrival(self.context.traffic, self._members)
@@ -622,6 +632,16 @@ class GroupCore:
         traffic.admit_by(call, uniform, self._members, nbytes)
         traffic.count(call.name, nbytes * (self.size - 1))
         traffic.count_received(call.name, uniform, self._members, nbytes)
+
+    def post_call(self, call: Call, plan: PlanRecord) -> bool:
+        """Number a collective that goes by messages; False if the ranks are known to differ."""
+        call.number = self.communicator.started = self.communicator.started + 1
+        return self.starter is None or not self.starter.post(call, plan)
+
+    def mail_with(self, rank: int) -> Mail | None:
+        """Return what moves messages to and from a rank in shared memory; None if there is none."""
+        mail = self.communicator.node_mail
+        return mail if mail is not None and mail.reaches(rank) else None
 
     def count_message(self, call: Message, nbytes: int = 0) -> None:
         """Count a message: a mesh is not to close as if one were received that was not."""

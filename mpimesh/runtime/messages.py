@@ -1,10 +1,11 @@
 """Messages between two ranks of a group, which say what they are.
 
-MPI delivers bytes. A receiver that expects other bytes than were sent gets wrong numbers, cut or
-half-filled arrays. So each array goes as an envelope of at most 4 KiB, which holds dtype, shape and
-the data itself where it is small enough; larger data follows as a second message, received straight
-into its place. The head of an envelope goes ahead of a scatter, too, and of a broadcast whose root
-only that rank knows.
+A transport delivers bytes. A receiver that expects other bytes than were sent gets wrong numbers,
+cut or half-filled arrays. So between nodes each array goes as an envelope of at most 4 KiB, which
+holds dtype, shape and the data itself where it is small enough; larger data follows as a second
+message, received straight into its place. Between ranks that share memory the same text goes with
+the data, and its digest: what is expected is told by that alone. The head of an envelope goes ahead
+of a scatter, too, and of a broadcast whose root only that rank knows.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import ModuleType
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpimesh.arguments import as_flag, as_int, as_shape, shown
+from mpimesh.arguments import as_flag, as_int, as_shape, digest_bits, shown
 from mpimesh.arrays import (
     Array,
     DType,
@@ -34,7 +36,9 @@ from mpimesh.arrays import (
 from mpimesh.arrays.dtypes import as_dtype, dtype_from_json, dtype_to_json
 from mpimesh.comm import MAX_USER_TAG, WHOLE_MESSAGE_BYTES, RecvRequest, Request, Steps, run_steps
 from mpimesh.comm.device_strategy import steps_in
-from mpimesh.core.call import PlanRecord, Prepared
+from mpimesh.comm.requests import all_done
+from mpimesh.core.call import Counter, Courier, PlanRecord, Prepared, Route, ShiftRoute
+from mpimesh.core.mail import Message as NodeMessage
 from mpimesh.errors import (
     CollectiveTimeoutError,
     DTypeError,
@@ -51,7 +55,7 @@ from mpimesh.runtime.operands import (
 )
 from mpimesh.runtime.persistent import PersistentMessage
 from mpimesh.runtime.plan import receive, rule_by
-from mpimesh.runtime.traffic import Arrival
+from mpimesh.runtime.traffic import Arrival, sparse
 from mpimesh.runtime.work import CollectiveTensor
 
 if TYPE_CHECKING:
@@ -155,21 +159,13 @@ def _read_head(text: bytes) -> Envelope:
     return Envelope(tuple(shape), dtype_from_json(dtype), group, on_device)
 
 
-def seal(
-    data: HostArray | None, shape: tuple[int, ...], dtype: DType, group: str
-) -> tuple[HostArray, bool]:
+def seal(data: HostArray | None, head: HostArray) -> tuple[HostArray, bool]:
     """Return the envelope for an array, and whether it holds the data already.
 
     Args:
         data: The array's elements in C order as flat bytes; None if they are on a device.
-        shape: Its shape.
-        dtype: Its dtype.
-        group: Name of the group that it is sent on.
-
-    Raises:
-        DTypeError: As of :func:`seal_head`.
+        head: What :func:`seal_head` gives for it.
     """
-    head = seal_head(shape, dtype, group, on_device=data is None)
     if data is None or head.size + data.size > ENVELOPE_BYTES:
         return head, False
     envelope = np.empty(head.size + data.size, np.uint8)
@@ -191,22 +187,32 @@ def open_envelope(envelope: HostArray) -> Envelope:
 
 def send(group: GroupCore, x: Array, dest: int, tag: int, label: str | None) -> CollectiveTensor:
     """Start to send `x`; see :meth:`ProcessGroup.send`."""
+    courier = group.courier
+    if courier is not None and label is None:
+        handle: CollectiveTensor | None = courier.send(x, dest, tag)
+        if handle is not None:
+            return handle
     _check_peer(group, dest, "dest", tag)
-    return _send(group, x, dest, tag, label)
-
-
-def _send(group: GroupCore, x: Array, dest: int, tag: int, label: str | None) -> CollectiveTensor:
-    """Start to send `x` to a rank that has been checked."""
     group.member("send")
     data = group.operand(x)
     call = Message("send", group.name, dest, tag, data.shape, data.dtype, label)
-    parcel = _parcel(group, data)  # first: what cannot be described is not sent
+    parcel = _Parcel.of(group, data)  # first: what cannot be described is not sent
     group.count_message(call, data.nbytes)
-    steps = _send_steps(group, parcel, dest, 2 * tag)
+    request: Request
     scope = StreamScope.of(data)
-    # A chain that nobody else uses: sends start at once.
-    request = group.progress.stage(object(), steps if scope is None else steps_in(scope, steps))
+    if scope is not None:
+        steps = steps_in(scope, _all_of(parcel.begin, group, dest, 2 * tag))
+        # A chain that nobody else uses: sends start at once.
+        request = group.progress.stage(object(), steps)
+    else:
+        requests = parcel.begin(group, dest, 2 * tag)
+        request = requests[0] if len(requests) == 1 else all_done(*requests)
     unlock = None if scope is not None else group.lock(x, call)
+    is_plain = type(x) is np.ndarray and x.dtype.names is None  # which may be renamed in place
+    if courier is not None and is_plain and group.mail_with(dest) is not None:
+        tally = group.tally("send", data.nbytes, None)
+        head, text, nbytes = parcel.digest, parcel.text, data.nbytes
+        courier.learn(Route(call, tally, int(dest), tag, 2 * tag, head, text, data, nbytes), True)
     return CollectiveTensor(group, call, request, unlock=unlock, scope=scope, nbytes=data.nbytes)
 
 
@@ -221,13 +227,35 @@ def recv(
     label: str | None,
 ) -> CollectiveTensor:
     """Start to receive an array; see :meth:`ProcessGroup.recv`."""
+    courier, expected = group.courier, None
+    if courier is not None and label is None:
+        target = out
+        if out is None and shape is not None and dtype is not None:
+            expected = _expected(shape, dtype)
+            target = _room(group, expected)
+        if target is not None or (shape is None and dtype is None):
+            handle: CollectiveTensor | None = courier.receive(source, target, tag)
+            if handle is not None:
+                return handle
     _check_peer(group, source, "source", tag)
-    expected = _expected(shape, dtype) if out is None else _kind_of(out)
+    if expected is None:
+        expected = _expected(shape, dtype) if out is None else _kind_of(out)
     call = Message("recv", group.name, source, tag, expected[0], expected[1] or "", label)
     arrival = group.arrival()
     arrival.call = call
-    if expected[0] is not None and expected[1] is not None:
-        arrival.expect(source, math.prod(expected[0]) * expected[1].itemsize, 1)
+    nbytes = _nbytes_of(expected)
+    if nbytes is not None:
+        arrival.expect(source, nbytes, 1)
+    mail, scope = group.mail_with(source), group.scope_if_any()
+    if mail is not None and scope is None:
+        incoming = _Incoming(group, call, source, expected, out, arrival)
+        room = incoming.room()
+        group.count_message(call)
+        request: Request = mail.receive(room, source, 2 * tag, incoming.digest, incoming)
+        is_any = out is None and _is_any(expected)
+        if courier is not None and (is_any or (room is not None and room.dtype.names is None)):
+            _Incoming(group, call, source, expected).learn(courier, room, tag)
+        return CollectiveTensor(group, call, request, value=room)
     group.count_message(call)
     # Envelopes of one source and tag are opened in order, so that their data is, too.
     chain = (group.communicator, source, tag)
@@ -238,7 +266,6 @@ def recv(
         return result
 
     steps = all_steps()
-    scope = group.scope_if_any()
     request = group.progress.stage(chain, steps if scope is None else steps_in(scope, steps))
     return CollectiveTensor(group, call, request, scope=scope)
 
@@ -251,7 +278,7 @@ def send_init(
     data = group.operand(x)
     seal_head(data.shape, np.dtype(data.dtype), group.name, on_device=is_cupy(data))
     text = f"send(shape {data.shape}, {data.dtype}, dest {dest}, tag {tag})"
-    return PersistentMessage(group, text, partial(_send, group, x, dest, tag, label))
+    return PersistentMessage(group, text, partial(send, group, x, dest, tag, label))
 
 
 def recv_init(
@@ -269,6 +296,11 @@ def shift(
     group: GroupCore, x: Array, offset: int, *, wrap: bool, label: str | None
 ) -> CollectiveTensor:
     """Start to send `x` along the group; see :meth:`ProcessGroup.shift`."""
+    courier = group.courier
+    if courier is not None and label is None:
+        handle: CollectiveTensor | None = courier.shift(x, offset, wrap)
+        if handle is not None:
+            return handle
     rank = group.member("shift")
     data = group.operand(x)
     offset = as_int(offset, "offset", RankError)
@@ -276,31 +308,75 @@ def shift(
     dest, source = rank + offset, rank - offset
     if wrap:
         dest, source = dest % group.size, source % group.size
-    parcel = _parcel(group, data)
+    parcel = _Parcel.of(group, data)
+    peers = tuple(peer for peer in (dest, source) if 0 <= peer < group.size)
+    call = Call("shift", group.name, f"offset {offset}, wrap {wrap}", label=label, peers=peers)
+    scope, traffic = group.scope_if_any(), group.context.traffic
+    is_near = rank not in peers and all(map(group.mail_with, peers))
+    if is_near and scope is None and namespace(x) is np and not traffic.budgets:
+        handle = _shift_near(group, x, call, parcel, dest, source)
+        is_plain = type(x) is np.ndarray and x.dtype.names is None
+        if courier is not None and peers and is_plain and label is None:
+            to, back = (peer if peer in peers else -1 for peer in (dest, source))
+            counts = (sparse, (source, data.nbytes, 1)) if source in peers else None
+            plan = PlanRecord(data.nbytes, counts)
+            group.account(plan, call.name, (call.name, call.rule, call.compared, call.dtype))
+            incoming = _Incoming(group, call, source, _ANY, guess=(data.shape, data.dtype))
+            said = parcel.digest, parcel.text, data, data.nbytes, incoming
+            tally = plan.tally or Counter()
+            route = ShiftRoute(call, tally, 0, offset, _SHIFT_TAG, *said)
+            courier.learn_shift(route.set_ends(wrap, to, back, plan))
+        return handle
     arrival = group.arrival()
+    arrival.call = call
 
     def steps() -> Steps:
         if dest == rank:
             return moved(data.copy(), namespace(x))
         result = None
         # Both under way at once: a ring of ranks that all send first must not wait.
-        sent = []
+        sent: list[Request] = []
         if 0 <= dest < group.size:
-            sent.append(
-                group.progress.stage(object(), _send_steps(group, parcel, dest, _SHIFT_TAG))
-            )
+            sent += parcel.begin(group, dest, _SHIFT_TAG)
         if 0 <= source < group.size:
-            result = yield from _recv_steps(group, source, _SHIFT_TAG, (None, None), None, arrival)
+            result = yield from _recv_steps(group, source, _SHIFT_TAG, _ANY, None, arrival)
         yield from sent
         arrival.settle()
         return None if result is None else moved(result, namespace(x))
 
-    peers = tuple(peer for peer in (dest, source) if 0 <= peer < group.size)
-    arrival.call = Call(
-        "shift", group.name, f"offset {offset}, wrap {wrap}", label=label, peers=peers
-    )
-    prepared = Prepared(PlanRecord(data.nbytes), steps, scope=group.scope_if_any())
-    return group.submit(arrival.call, prepared, x)
+    return group.submit(call, Prepared(PlanRecord(data.nbytes), steps, scope=scope), x)
+
+
+def _shift_near(
+    group: GroupCore, x: Array, call: Call, parcel: _Parcel, dest: int, source: int
+) -> CollectiveTensor:
+    """Start a shift among ranks that share memory: what comes is in all likelihood like `x`."""
+    shape, dtype, mail = parcel.shape, parcel.dtype, group.communicator.node_mail
+    nbytes = parcel.flat.nbytes
+    plan = PlanRecord(nbytes)
+    has_source = 0 <= source < group.size
+    if has_source:
+        plan.receives = (sparse, (source, nbytes, 1))
+    came: list[NodeMessage] = []
+
+    def begin() -> Request:
+        # Both under way at once: a ring of ranks that all send first must not wait.
+        sent = parcel.begin(group, dest, _SHIFT_TAG)[0] if 0 <= dest < group.size else None
+        if not has_source or mail is None:
+            return sent or all_done()
+        incoming = _Incoming(group, call, source, _ANY, guess=(shape, dtype))
+        room = group.empty(shape, dtype, np, x)
+        message = mail.receive(room, source, _SHIFT_TAG, parcel.digest, incoming)
+        message.rest = sent
+        came.append(message)
+        return message
+
+    def finish() -> HostArray | None:
+        if not came:
+            return None
+        return came[0].buffer if came[0].value is None else came[0].value
+
+    return group.submit(call, Prepared(plan, begin, None, finish), x)
 
 
 def neighbour(group: GroupCore, step: int, action: str) -> int:
@@ -371,50 +447,286 @@ def _check_peer(group: GroupCore, rank: int, what: str, tag: int) -> None:
         raise RankError(f"tag must be a whole number from 0 to {MAX_TAG}, got {shown(tag)}")
 
 
-def _parcel(group: GroupCore, data: Array) -> list[Array]:
-    """Return the messages that carry an array: its envelope, and its data if it is large.
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """An array to be sent.
 
-    The data of an array on a device is always a message of its own, which stays on devices.
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        flat: Its bytes; those on a device stay on devices.
+        head: What it is, as the first message between nodes says it.
+        text: The same as the ranks of a node say it.
+        digest: Stands for the text.
     """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    flat: Array
+    head: HostArray
+    text: bytes
+    digest: int
+
+    @staticmethod
+    def of(group: GroupCore, data: Array) -> _Parcel:
+        """Make it.
+
+        Raises:
+            DTypeError: If the dtype cannot be described, or the description is too long.
+        """
+        try:
+            flat = namespace(data).ascontiguousarray(data).reshape(-1).view(np.uint8)
+        except MemoryError as error:
+            raise group.out_of_memory("a message", error) from error
+        shape, dtype = data.shape, np.dtype(data.dtype)
+        return _Parcel(shape, dtype, flat, *_said(shape, dtype, group.name, is_cupy(data)))
+
+    def begin(self, group: GroupCore, dest: int, wire_tag: int) -> list[Request]:
+        """Start to send it."""
+        flat, mail, on_device = self.flat, group.mail_with(dest), is_cupy(self.flat)
+        requests: list[Request] = []
+        if mail is not None:
+            data = np.empty(0, np.uint8) if on_device else flat
+            requests.append(mail.send(data, dest, wire_tag, self.digest, self.text))
+        else:
+            envelope, inline = seal(None if on_device else flat, self.head)
+            requests.append(group.communicator.isend(envelope, dest, wire_tag))
+            if not inline and not on_device:
+                requests.append(group.communicator.isend(flat, dest, wire_tag + 1))
+        if on_device:
+            requests.append(group.side(namespace(flat)).isend(flat, dest, wire_tag + 1))
+        return requests
+
+
+@lru_cache(_MOST_KEPT)
+def _said(
+    shape: tuple[int, ...], dtype: DType, group: str, on_device: bool
+) -> tuple[HostArray, bytes, int]:
+    """Return the head of an array, its text, and the digest of that."""
+    head = seal_head(shape, dtype, group, on_device=on_device)
+    text = head[_LENGTH_BYTES:].tobytes()
+    return head, text, digest_bits(text, 64)
+
+
+def _all_of(begin: Callable[..., list[Request]], *arguments: Any) -> Steps:
+    """The steps of several requests."""
+    yield from begin(*arguments)
+
+
+_Kind = tuple[tuple[int, ...] | None, DType | None]
+"""Shape and dtype; None if any may come."""
+
+_ANY: _Kind = (None, None)
+
+
+def _is_any(kind: _Kind) -> bool:
+    return kind[0] is None and kind[1] is None
+
+
+def _room(group: GroupCore, kind: _Kind) -> HostArray | None:
+    """Return an array for what is known to come; None if there is none."""
+    shape, dtype = kind
+    if shape is None or dtype is None:
+        return None
     try:
-        flat = namespace(data).ascontiguousarray(data).reshape(-1).view(np.uint8)
-    except MemoryError as error:
-        raise group.out_of_memory("a message", error) from error
-    enclosed = None if is_cupy(data) else flat
-    envelope, inline = seal(enclosed, data.shape, np.dtype(data.dtype), group.name)
-    return [envelope] if inline else [envelope, flat]
+        room: HostArray = group.empty(shape, dtype)
+    except (MemoryError, ValueError):
+        return None  # who sends one as large has an array for it, and this rank will say so
+    return room
 
 
-def _send_steps(group: GroupCore, parcel: list[Array], dest: int, wire_tag: int) -> Steps:
-    requests = [
-        group.side(namespace(part)).isend(part, dest, wire_tag + place)
-        for place, part in enumerate(parcel)
-    ]
-    yield from requests
+def _nbytes_of(kind: _Kind) -> int | None:
+    shape, dtype = kind
+    return None if shape is None or dtype is None else math.prod(shape) * dtype.itemsize
+
+
+class _Incoming:
+    """What a receive in shared memory expects, and makes of what comes.
+
+    Args:
+        group: The group.
+        call: The receive.
+        source: The sending rank.
+        expected: What may come.
+        out: The caller's array; None if there is none, or it is that of the message.
+        arrival: Counts what comes; None for further receives like `call`, of which what is
+            expected is counted at the start.
+        guess: What comes in all likelihood, where any may; the array of the message is for it.
+
+    Attributes:
+        digest: Stands for what is expected, or guessed; 0 if that may be anything.
+    """
+
+    __slots__ = (
+        "_arrival",
+        "_call",
+        "_expected",
+        "_group",
+        "_guess",
+        "_last",
+        "_out",
+        "_source",
+        "digest",
+    )
+
+    def __init__(
+        self,
+        group: GroupCore,
+        call: Call,
+        source: int,
+        expected: _Kind,
+        out: Array | None = None,
+        arrival: Arrival | None = None,
+        guess: _Kind = _ANY,
+    ) -> None:
+        self._group, self._call, self._source, self._expected = group, call, source, expected
+        self._out, self._arrival, self._guess = out, arrival, guess
+        self._last = -1  # the digest of the last message that was taken; -2 if that is learnt
+        self.digest = 0
+        shape, dtype = expected if guess is _ANY else guess
+        if shape is not None and dtype is not None:
+            with suppress(DTypeError):  # nobody can send such a one
+                self.digest = _said(shape, np.dtype(dtype), group.name, False)[2]
+
+    def room(self) -> HostArray | None:
+        """Return the array that what is expected can come into straight; None if there is none."""
+        out = self._out
+        if out is not None:
+            return out if type(out) is np.ndarray and out.flags.carray else None
+        return _room(self._group, self._expected)
+
+    def learn(self, courier: Courier, room: HostArray | None, tag: int) -> None:
+        """Let further receives alike start at once."""
+        call, source, guess = self._call, self._source, self._guess
+        known = self._expected if guess is _ANY else guess
+        nbytes = _nbytes_of(known)
+        counts = None if nbytes is None else (sparse, (source, nbytes, 1))
+        tally, wire_tag = self._group.tally("recv", 0, counts), 2 * tag
+        likely = None if guess is _ANY else guess
+        route = Route(call, tally, source, tag, wire_tag, self.digest, None, room, 0, self, likely)
+        courier.learn(route, False)
+
+    def take(self, message: NodeMessage) -> None:
+        """Make the result of another message than is expected, or of any."""
+        group, envelope = self._group, _read_head(message.text)
+        if envelope.on_device:
+            _take_before(group, message)
+            message.accept(None)
+            chain = (group.communicator, self._source)
+            message.rest = group.progress.stage(chain, self._steps(message, envelope))
+            return
+        out = self._out_of(message)
+        target, is_direct = _target(group, envelope, self._expected, out, np)
+        message.accept(target)
+        self._end(message, envelope, target, out, is_direct)
+        courier, is_lasting = group.courier, self._arrival is None and self._call.name == "recv"
+        if is_lasting and _is_any(self._expected) and courier is not None:
+            if self._last == message.head:
+                kind, tag = (envelope.shape, envelope.dtype), message.tag // 2
+                next_one = _Incoming(group, self._call, self._source, _ANY, guess=kind)
+                next_one.learn(courier, None, tag)
+            self._last = -2 if self._last in (-2, message.head) else message.head
+
+    def _out_of(self, message: NodeMessage) -> Array | None:
+        """Return the array that the result is to be in; None for any."""
+        is_callers = self._guess is _ANY and message.buffer is not None
+        return message.buffer if is_callers else self._out
+
+    def _steps(self, message: NodeMessage, envelope: Envelope) -> Steps:
+        """Receive an array on a device, on a rank that has not used any so far."""
+        group, source, out = self._group, self._source, self._out_of(message)
+        library = _cupy(group, source)
+        target, is_direct = _target(group, envelope, self._expected, out, library)
+        yield group.side(library).irecv(target.reshape(-1).view(np.uint8), source, message.tag + 1)
+        self._end(message, envelope, target, out, is_direct)
+
+    def _end(
+        self,
+        message: NodeMessage,
+        envelope: Envelope,
+        target: Array,
+        out: Array | None,
+        is_direct: bool,
+    ) -> None:
+        group, source, arrival = self._group, self._source, self._arrival
+        if arrival is not None:
+            arrival.came(source, envelope.nbytes, 1)
+        else:
+            counted = _nbytes_of(self._expected if self._guess is _ANY else self._guess)
+            nbytes = envelope.nbytes - (counted or 0)
+            peer = group.ranks[source]
+            group.context.traffic.count_from(self._call.name, peer, nbytes, int(counted is None))
+        message.value = _fitting(group, source, envelope, self._expected, out, target, is_direct)
+        if arrival is not None:
+            arrival.settle()
+
+
+def _take_before(group: GroupCore, message: NodeMessage) -> None:
+    """Take all messages of the same sender and tag that came before, so that their data does."""
+    for work in group.open_work.all():
+        request = work._request
+        if isinstance(request, NodeMessage) and request.comes_before(message):
+            with suppress(MpimeshError):  # kept by it
+                request.test()
+        if request is message:
+            return
 
 
 def _recv_steps(
     group: GroupCore,
     source: int,
     wire_tag: int,
-    expected: tuple[tuple[int, ...] | None, DType | None],
+    expected: _Kind,
     out: Array | None,
     arrival: Arrival,
 ) -> Steps:
-    buffer = np.empty(ENVELOPE_BYTES, np.uint8)
-    yield group.communicator.irecv(buffer, source, wire_tag)
-    envelope = open_envelope(buffer)
-    fits = _misfit(envelope, expected) is None
+    mail = group.mail_with(source)
+    if mail is not None:
+        message = mail.receive(None, source, wire_tag)
+        yield message
+        envelope = _read_head(message.text)
+    else:
+        buffer = np.empty(ENVELOPE_BYTES, np.uint8)
+        yield group.communicator.irecv(buffer, source, wire_tag)
+        envelope = open_envelope(buffer)
     library = _cupy(group, source) if envelope.on_device else np
-    direct = fits and out is not None and namespace(out) is library and out.flags.c_contiguous
-    target: Any = out if direct else group.empty(envelope.shape, envelope.dtype, library)
-    if envelope.inline is None:
-        # Taken in even where it does not fit, or it would meet the next receive.
+    target, is_direct = _target(group, envelope, expected, out, library)
+    # Taken in even where it does not fit, or it would meet the next receive.
+    if mail is not None:
+        message.accept(None if envelope.on_device else target)
+    elif envelope.inline is not None:
+        target.reshape(-1).view(np.uint8)[...] = envelope.inline
+    if envelope.on_device or (mail is None and envelope.inline is None):
         bytes_of_target = target.reshape(-1).view(np.uint8)
         yield group.side(library).irecv(bytes_of_target, source, wire_tag + 1)
-    else:
-        target.reshape(-1).view(np.uint8)[...] = envelope.inline
     arrival.came(source, envelope.nbytes, 1)
+    return _fitting(group, source, envelope, expected, out, target, is_direct)
+
+
+def _target(
+    group: GroupCore,
+    envelope: Envelope,
+    expected: _Kind,
+    out: Array | None,
+    library: ModuleType,
+) -> tuple[Array, bool]:
+    """Return an array for a message, and whether it is the caller's own."""
+    fits = _misfit(envelope, expected) is None
+    if fits and out is not None and namespace(out) is library and out.flags.c_contiguous:
+        return out, True
+    return group.empty(envelope.shape, envelope.dtype, library), False
+
+
+def _fitting(
+    group: GroupCore,
+    source: int,
+    envelope: Envelope,
+    expected: _Kind,
+    out: Array | None,
+    target: Array,
+    is_direct: bool,
+) -> Array:
+    """Return the result of a message that has come into `target`, if it is what is expected."""
     if envelope.group != group.name:
         raise GroupError(
             f"rank {group.rank} of group {group.name!r} got a message from rank {source} that "
@@ -426,7 +738,7 @@ def _recv_steps(
         raise type(problem)(
             f"rank {group.rank} of group {group.name!r} expected {problem} from rank {source}"
         )
-    if out is None or direct:
+    if out is None or is_direct:
         return target
     out[...] = moved(target, namespace(out))
     return out

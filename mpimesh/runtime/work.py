@@ -15,6 +15,7 @@ from mpimesh.comm import Moved, StagedRequest
 from mpimesh.comm.engine import test_often
 from mpimesh.comm.signatures import explained, mismatch
 from mpimesh.core.call import Handle, OpenWork as OpenHandles
+from mpimesh.core.mail import Message as NodeMessage
 from mpimesh.core.node import Operation
 from mpimesh.errors import (
     ClosedError,
@@ -252,8 +253,11 @@ class CollectiveTensor(Handle[T_co]):
 
     def _received(self) -> Any:
         """Return what came, of which the result is made."""
-        if self._value is None and isinstance(self._request, StagedRequest):
-            return self._request.value
+        request = self._request
+        if isinstance(request, NodeMessage) and request.value is not None:
+            return request.value
+        if self._value is None and isinstance(request, StagedRequest):
+            return request.value
         return self._value
 
     def _complete(self) -> None:
@@ -314,7 +318,7 @@ class CollectiveTensor(Handle[T_co]):
             self._release()
             raise self._error
         if self._finish is None:
-            if self._value is None:
+            if self._value is None or isinstance(self._request, NodeMessage):
                 self._value = self._received()
             self._release()
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from mpimesh.runtime import MAX_TAG
 from tests.contract.cases import ALL, LAYOUTS, WRITABLE, output, same, values
 from tests.contract.flight import Flight
 from tests.contract.meshes import groups_of, mesh_of
+from tests.helpers.depth import is_deep
 from tests.helpers.raises import raises
 
 SMALL, LARGE = (3, 2), (40, 31)
@@ -183,6 +185,48 @@ def check_shift(comm):
                 group.shift(np.ones(1), 0.5)
 
 
+def check_shifts_again(comm):
+    """As before, then with another array on some ranks, in the same array, and one not resolved."""
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        flight = Flight(mesh.rank)
+        me, n = group.rank, group.size
+        for number in range(12):
+            for wrap in (True, False):
+                shapes = [SMALL if number % 4 or r % 2 else LARGE for r in range(n)]
+                dtypes = ["f8" if number % 3 or r % 2 else "i8" for r in range(n)]
+                source = (me - 1) % n
+                x = values(me, shapes[me], dtypes[me], seed=number)
+                handle = group.shift(x, 1, wrap=wrap)
+                expected = values(source, shapes[source], dtypes[source], seed=number)
+                flight.add(handle, expected if wrap or me else None, (number, wrap))
+        flight.land()
+        received = mesh.traffic().by_operation()["shift"]
+        assert received.calls == 24
+        assert received.received_messages == (12 * (1 + (me > 0)) if n > 1 else 0)
+
+
+def check_receives_of_any_shape_again(comm):
+    """What comes is guessed from what came before."""
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        if group.size == 1:
+            return
+        after, before = _ring(group)
+        shapes = [SMALL] * 5 + [LARGE] * 5 + [SMALL, LARGE] * 4 + [()] * 4
+        total = 0
+        for number, shape in enumerate(shapes):
+            dtype = "f4" if 7 < number < 12 else "f8"
+            sent = group.send(values(group.rank, shape, dtype, seed=number), after)
+            expected = values(before, shape, dtype, seed=number)
+            same(group.recv(before).resolve(), expected)
+            sent.resolve()
+            total += expected.nbytes
+        received = mesh.traffic().by_operation()["recv"]
+        assert (received.received_bytes, received.received_messages) == (total, len(shapes))
+        assert received.calls == len(shapes)
+
+
 def check_neighbours(comm):
     with groups_of(comm, many=True) as groups:
         for group in groups:
@@ -273,3 +317,102 @@ def check_dtypes_that_cannot_be_described(comm):
                     start().resolve()
                 assert caught.value.agreed
             assert group.all_gather(x).resolve().dtype == dtype
+
+
+_RECEIVES = "nothing", "shape and dtype", "out", "out in strides", "planned"
+
+
+def _letters(group, seed):
+    """Draw messages, alike on all ranks: sender, receiver, tag, dtype, shape, ways, number."""
+    draw, letters = random.Random(seed), []
+    for number in range(draw.choice((8, 60))):
+        source, dest = draw.sample(range(group.size), 2)
+        dtype = np.dtype(draw.choice(("u1", "f8", ">i4", "c16", "f2")))
+        size = draw.choice((0, 1, 7, 300, 5000, 5000, 90_000)) // dtype.itemsize
+        shape = draw.choice(((size,), (size, 1), (1, size, 1)))
+        if number == 3:
+            shape = (1 << 21, 2)
+        ways = draw.random() < 0.3, draw.choice(_RECEIVES)
+        letters.append((source, dest, draw.randrange(3), dtype, shape, ways, number))
+    return letters
+
+
+def _content(letter):
+    *_, dtype, shape, _, number = letter
+    return ((np.arange(int(np.prod(shape))) * 7 + number) % 121).astype(dtype).reshape(shape)
+
+
+def _start(group, mesh, letter):
+    """Start this rank's end of a message; return what it gives, and where it is to be put."""
+    source, dest, tag, dtype, shape, (is_shared, way), _ = letter
+    if source == group.rank:
+        x = mesh.shared_empty(shape, dtype) if is_shared else np.empty(shape, dtype)
+        x[...] = _content(letter)
+        if way == "planned":
+            return group.send_init(x, dest, tag=tag).start(), None
+        return group.send(x, dest, tag=tag), None
+    if way == "nothing":
+        return group.recv(source, tag=tag), None
+    if way == "shape and dtype":
+        return group.recv(source, shape=shape, dtype=dtype, tag=tag), None
+    out = np.zeros((*shape, 2), dtype)[..., 0]
+    if way != "out in strides":
+        out = np.zeros(shape, dtype)
+    if way == "planned":
+        return group.recv_init(out, source, tag=tag).start(), out
+    return group.recv(source, out=out, tag=tag), out
+
+
+def check_random_messages(comm):
+    """Each rank starts them in an order of its own; those of one pair and tag keep theirs."""
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        if group.size == 1:
+            return
+        for seed in range(8 if is_deep() else 3):
+            own = random.Random(seed * 100 + group.rank)
+            rows: dict[Any, list[Any]] = {}
+            for letter in _letters(group, seed):
+                if group.rank in letter[:2]:
+                    rows.setdefault(letter[:3], []).append(letter)
+            turns = [key for key, row in rows.items() for _ in row]
+            own.shuffle(turns)
+            started = []
+            for key in turns:
+                letter = rows[key].pop(0)
+                started.append((letter, *_start(group, mesh, letter)))
+                if own.random() < 0.1:
+                    started[own.randrange(len(started))][1].done()
+            own.shuffle(started)
+            for letter, handle, out in started:
+                result = handle.resolve()
+                if letter[0] == group.rank:
+                    assert result is None
+                    continue
+                assert out is None or result is out
+                same(result, _content(letter))
+
+
+def check_thousands_of_messages_under_way(comm):
+    """All sent before the first is received; then in another order of tags."""
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        if group.size == 1:
+            return
+        after, before = _ring(group)
+        many = 1000 if is_deep() else 100
+        sends = [
+            group.send(np.array([group.rank, tag, number]), after, tag=tag)
+            for number in range(many)
+            for tag in (0, 1, 2)
+        ]
+        if comm is not None:  # virtual sends may wait for their receives
+            for handle in sends:
+                handle.resolve()
+            group.barrier()
+        for tag in (1, 2, 0):
+            handles = [group.recv(before, tag=tag) for _ in range(many)]
+            for number, handle in enumerate(handles):
+                same(handle.resolve(), np.array([before, tag, number]))
+        for handle in sends:
+            handle.resolve()

@@ -117,6 +117,14 @@ def ways(mesh: Any) -> Iterator[tuple[str, Callable[[], object]]]:
     planned = group.all_reduce_init(x, out=x)
     yield "all_reduce, planned", lambda: planned.start().resolve()
     yield "barrier", group.barrier
+    other, came = 1 - mesh.rank, np.empty_like(x)
+
+    def exchange() -> None:
+        sent = group.send(x, other)
+        group.recv(other, out=came).resolve()
+        sent.resolve()
+
+    yield "send and recv", exchange
     blocks = mm.distribute(np.ones((16, 16)), mesh, "dp=S0")
     whole = mm.distribute(np.ones((16, 16)), mesh, "dp=R")
     yield "redistribute", lambda: blocks.redistribute("dp=R")

@@ -12,6 +12,7 @@ MOST = {
     "all_reduce": (1, 1),
     "all_reduce, planned": (1, 1),
     "barrier": (3, 2),
+    "send and recv": (4, 2),
     "redistribute": (81, 23),
     "x + y": (66, 13),
     "x @ w": (65, 13),

@@ -30,7 +30,8 @@ def test_what_has_waited_for_others_does_not_start_once_the_mesh_is_left():
                 if mesh.rank == 1:
                     other.barrier()  # rank 0 has left by then, and nothing of its has started
                 group = mesh.group("dp")
-                handles = [group.shift(np.ones(3), wrap=True), group.all_reduce(x, out=x)]
+                mine = np.ones(3) if mesh.rank else None  # a broadcast by steps: the next one waits
+                handles = [group.broadcast(mine, root=None), group.all_reduce(x, out=x)]
                 raise Stop
         except Stop:
             del handles
