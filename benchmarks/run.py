@@ -1,10 +1,10 @@
 """All figures in one go: `python benchmarks/run.py [suite ...]`, or `make bench`.
 
 Starts 2 and 4 ranks with the mpiexec of this Python's MPI, and prints a table for each. The
-suites are startup, all_reduce, shared, buckets, pipeline, training, redistribute, operators,
-recompute, step, checkpoints, array_files, minilm, gpt, gloo, torch_ddp, sharded and device; all of
-them if none is named. step is measured on 1 rank, too. checkpoints has PyTorch's beside them where
-it is there.
+suites are startup, all_reduce, shared, messages, buckets, pipeline, training, redistribute,
+operators, recompute, step, checkpoints, array_files, minilm, gpt, gloo, torch_ddp, sharded and
+device; all of them if none is named. step is measured on 1 rank, too. checkpoints has PyTorch's
+beside them where it is there.
 
 recompute and gpt are on 1 rank. gpt, gloo, torch_ddp and sharded are left out where there is no
 PyTorch; the variable TORCH_PYTHON names another Python to measure them with. minilm is left out
@@ -38,7 +38,10 @@ from benchmarks.measure import FULL, TINY  # noqa: E402
 from benchmarks.rows import format_table  # noqa: E402
 from mpimesh.testing.launch import launch  # noqa: E402
 
-_ON_HOST = ("all_reduce", "shared", "buckets", "pipeline", "training", "redistribute", "operators")
+_ON_HOST = (
+    *("all_reduce", "shared", "messages", "buckets", "pipeline", "training"),
+    *("redistribute", "operators"),
+)
 _WITH_TORCH = ("gpt", "gloo", "torch_ddp", "sharded")
 SUITES = (
     "startup",

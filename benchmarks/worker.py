@@ -22,6 +22,7 @@ from benchmarks import (
     device,
     gloo,
     gpt,
+    messages,
     minilm,
     operators,
     pipeline,
@@ -39,6 +40,7 @@ from benchmarks.rows import size_text
 SUITES = {
     "all_reduce": all_reduce.run,
     "shared": shared.run,
+    "messages": messages.run,
     "buckets": buckets.run,
     "pipeline": pipeline.run,
     "training": training.run,
