@@ -20,9 +20,9 @@ from typing import Any, Literal, get_args
 
 from mpimesh.arguments import size_text
 
-__all__ = ["ALGORITHM_NAMES", "NEVER", "AlgorithmName", "Algorithms", "Row", "tree_arity"]
+__all__ = ["ALGORITHM_NAMES", "AlgorithmName", "Algorithms", "Row", "tree_arity"]
 
-NEVER = 1 << 62
+_NEVER = 1 << 62
 
 AlgorithmName = Literal[
     "centralized", "tree(2)", "tree(3)", "tree(4)", "tree(8)", "tree(16)", "ring", "mpi", "node",
@@ -104,7 +104,7 @@ class Algorithms(Sequence[Row]):
                     changing.append(row)
                 before = row.algorithm
             for place, row in enumerate(changing, start=1):
-                end = changing[place].from_bytes if place < len(changing) else NEVER
+                end = changing[place].from_bytes if place < len(changing) else _NEVER
                 sizes = _sizes_text(row.from_bytes, end)
                 kept.append(replace(row, subject=f"{row.operation} {sizes}".rstrip()))
         kept.sort(key=lambda row: row.operation == "*")
@@ -158,7 +158,7 @@ def _sizes_text(first: int, end: int) -> str:
     words = []
     if first > 1:
         words.append(_bound_text(first, "above", "from"))
-    if end < NEVER:
+    if end < _NEVER:
         words.append(_bound_text(end, "up to", "below"))
     return " ".join(words)
 

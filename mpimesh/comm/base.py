@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpimesh.arrays import ArrayPool
 from mpimesh.arrays.namespace import HostArray
-from mpimesh.comm.algorithms import NEVER, Algorithms
+from mpimesh.comm.algorithms import Algorithms
 from mpimesh.comm.engine import ProgressEngine, Steps
 from mpimesh.comm.reductions import by_messages
 from mpimesh.comm.region_messages import exchange_by_messages
@@ -160,13 +160,12 @@ class Communicator(Counter, ABC):
             begin = by_messages(self, name, algorithm) or begin
         return partial(begin, *arguments)
 
-    def most_bytes_by(self, name: str, algorithm: str) -> int:
-        """Return the largest array that collective `name` can move by `algorithm`. Local.
+    def has_algorithm(self, name: str, algorithm: str) -> bool:
+        """Tell whether collective `name` of host memory can go by `algorithm`. Local.
 
-        Of host memory; -1 if these ranks have no such algorithm. Alike on all ranks.
+        The same answer on all ranks.
         """
-        has = algorithm == self.kind or by_messages(self, name, algorithm) is not None
-        return NEVER if has else -1
+        return algorithm == self.kind or by_messages(self, name, algorithm) is not None
 
     # -- collectives: all ranks of the communicator, same order everywhere -----
 
@@ -341,11 +340,11 @@ class NodeCommunicator(Communicator):
         """Tell whether its reductions know ``"mean"``: those of a window do."""
         return self.window is not None
 
-    def most_bytes_by(self, name: str, algorithm: str) -> int:
-        """Return the largest array that collective `name` can move by `algorithm`. Local."""
+    def has_algorithm(self, name: str, algorithm: str) -> bool:
+        """Tell whether collective `name` can go by `algorithm`. Local."""
         if algorithm == "node":
-            return NEVER if self.window is not None else -1
-        return super().most_bytes_by(name, algorithm)
+            return self.window is not None
+        return super().has_algorithm(name, algorithm)
 
     def prepare(
         self, name: str, arguments: tuple[Any, ...], algorithm: str | None = None

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpimesh.arrays.namespace import HostArray
-from mpimesh.comm.algorithms import NEVER, Algorithms, Row
+from mpimesh.comm.algorithms import Algorithms, Row
 from mpimesh.comm.arena import Node, door_of
 from mpimesh.comm.base import NodeCommunicator
 from mpimesh.comm.engine import ProgressEngine, Steps, poll
@@ -260,11 +260,11 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
             return partial(begin, *arguments)
         return partial(self.engine.begin_decided, levels, begin, *arguments)
 
-    def most_bytes_by(self, name: str, algorithm: str) -> int:
-        """Return the largest array that collective `name` can move by `algorithm`. Local."""
+    def has_algorithm(self, name: str, algorithm: str) -> bool:
+        """Tell whether collective `name` can go by `algorithm`. Local."""
         if algorithm == "two_levels":
-            return NEVER if self._levels is not None and name == "all_reduce" else -1
-        return super().most_bytes_by(name, algorithm)
+            return self._levels is not None and name == "all_reduce"
+        return super().has_algorithm(name, algorithm)
 
     def exchange_regions(
         self,

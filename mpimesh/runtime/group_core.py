@@ -359,35 +359,28 @@ class GroupCore:
             traffic.count_received(call.name, receives[0], self._members, receives[1])
         yield from run_steps(prepared.begin)
 
-    def algorithm_for(
-        self, name: str, nbytes: int, algorithm: str | None, *, on_device: bool = False
-    ) -> str | None:
-        """Return the algorithm by which a collective is to go; None for that of the table. Local.
+    def check_algorithm(self, name: str, algorithm: str | None, *, on_device: bool = False) -> None:
+        """Refuse an algorithm that a caller asks for and the group does not have. Local.
 
         Args:
             name: The collective.
-            nbytes: The bytes of its array, alike on all ranks.
-            algorithm: What the caller asks for.
+            algorithm: By which it is to go; None for that of the table.
             on_device: Whether the array lies on a device.
 
         Raises:
-            GroupError: If the group cannot do what the caller asks for.
+            GroupError: If the group cannot do it so.
         """
-        if algorithm is None:
-            return None
         side = self.communicator
-        most = side.most_bytes_by(name, algorithm) if isinstance(algorithm, str) else -1
-        if most >= nbytes and not on_device:
-            return algorithm
+        if algorithm is None:
+            return
         if on_device:
             rule, cure = "an array on a device goes by its device's own", "take a NumPy array"
-        elif most < 0:
-            has = [word for word in ALGORITHM_NAMES if side.most_bytes_by(name, word) >= 0]
+        elif isinstance(algorithm, str) and side.has_algorithm(name, algorithm):
+            return
+        else:
+            has = [word for word in ALGORITHM_NAMES if side.has_algorithm(name, word)]
             rule = f"its ranks have {', '.join(has)} (and tree(b) with any b from 2 on)"
             cure = "take one of these"
-        else:
-            rule = f"it moves at most {most:,} bytes, and this array has {nbytes:,}"
-            cure = "take another one"
         raise GroupError(
             f"rank {self.world_rank} cannot {name} by algorithm {shown(algorithm)} on group "
             f"{self.name!r}: {rule}; {cure}, or algorithm=None, which print(group.algorithms()) "

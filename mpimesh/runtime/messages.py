@@ -847,8 +847,7 @@ def broadcast(
     data = None if x is None else group.operand(x)
     if out is not None:
         check_output(out)
-    asked = algorithm
-    algorithm = group.algorithm_for("broadcast", 0, asked)
+    group.check_algorithm("broadcast", algorithm)
     row = row_of(data, of_cupy=is_cupy(x), takes_device=group.moves_device_memory)
     arrival = group.arrival()
 
@@ -866,11 +865,10 @@ def broadcast(
         root = senders[0]
         array = array_of(table[root], root)
         library = library_of(array.on_device and bool(table[:, _TAKES_DEVICE].all()))
-        if asked is not None and library is not np:
-            try:
-                group.algorithm_for("broadcast", 0, asked, on_device=True)
-            except GroupError as error:
-                raise on_all_ranks(error) from None
+        try:
+            group.check_algorithm("broadcast", algorithm, on_device=library is not np)
+        except GroupError as error:
+            raise on_all_ranks(error) from None
 
         def move(recv: Array, target: Array) -> Steps:
             source = None if data is None else moved(data, library)

@@ -69,9 +69,9 @@ class PlanningGroup(Protocol):
 
     def check_rank(self, rank: int, what: str) -> int: ...
 
-    def algorithm_for(
-        self, name: str, nbytes: int, algorithm: str | None, *, on_device: bool = False
-    ) -> str | None: ...
+    def check_algorithm(
+        self, name: str, algorithm: str | None, *, on_device: bool = False
+    ) -> None: ...
 
     def begin_on_device(
         self, name: str, library: ModuleType, *arguments: Any
@@ -367,7 +367,7 @@ def plan_all_reduce(
     """Plan an all-reduce."""
     op = as_reduce_op(op)
     wire = wire_dtype(data.dtype, op)
-    algorithm = _algorithm(group, "all_reduce", data, wire, algorithm)
+    group.check_algorithm("all_reduce", algorithm, on_device=namespace(data) is not np)
     moved_as, divisor = _moved_as(group, op, data, wire, algorithm)
     return Plan(
         "all_reduce",
@@ -382,14 +382,6 @@ def plan_all_reduce(
         in_place=True,
         algorithm=algorithm,
     )
-
-
-def _algorithm(
-    group: PlanningGroup, name: str, data: Array, wire: DType, algorithm: str | None
-) -> str | None:
-    """Return the algorithm that is asked for in a call or by the setting."""
-    nbytes = data.size * wire.itemsize
-    return group.algorithm_for(name, nbytes, algorithm, on_device=namespace(data) is not np)
 
 
 def _moved_as(
@@ -416,7 +408,7 @@ def plan_reduce(
     op = as_reduce_op(op)
     wire = wire_dtype(data.dtype, op)
     at_root = group.rank == root
-    algorithm = _algorithm(group, "reduce", data, wire, algorithm)
+    group.check_algorithm("reduce", algorithm, on_device=namespace(data) is not np)
     moved_as, divisor = _moved_as(group, op, data, wire, algorithm)
     return Plan(
         "reduce",
@@ -577,6 +569,7 @@ def plan_broadcast(
 ) -> Plan:
     """Plan a broadcast from a rank that all know."""
     root = group.check_rank(root, "root")
+    group.check_algorithm("broadcast", algorithm, on_device=namespace(data) is not np)
     at_root = group.rank == root
     whole = (sparse, (root, data.nbytes, int(data.nbytes > 0)))
     return Plan(
@@ -588,5 +581,5 @@ def plan_broadcast(
         data.shape,
         receives=None if at_root else whole,
         sends=at_root,
-        algorithm=_algorithm(group, "broadcast", data, data.dtype, algorithm),
+        algorithm=algorithm,
     )

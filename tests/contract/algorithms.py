@@ -29,7 +29,7 @@ def allowed(dtype, op):
 def had(group, name="all_reduce"):
     """Return the algorithms of a group."""
     side = group.communicator
-    return [*BY_MESSAGES, *(word for word in OTHERS if side.most_bytes_by(name, word) >= 1 << 12)]
+    return [*BY_MESSAGES, *(word for word in OTHERS if side.has_algorithm(name, word))]
 
 
 def bits_are_alike(group, got, what):
@@ -175,7 +175,7 @@ def check_what_a_group_has_not_is_refused_alike(comm):
                     call(algorithm)
         for name in ("all_reduce", "reduce", "broadcast"):
             for algorithm in OTHERS:
-                if group.communicator.most_bytes_by(name, algorithm) < 0:
+                if not group.communicator.has_algorithm(name, algorithm):
                     with raises(GroupError, algorithm, name):
                         getattr(group, name)(x, algorithm=algorithm)
         same(group.all_reduce(x).resolve(), np.full(4, float(group.size)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpimesh.comm.algorithms import NEVER, Algorithms, Row, tree_arity
+from mpimesh.comm.algorithms import Algorithms, Row, tree_arity
 
 
 def test_a_table_is_printed_a_row_a_line():
@@ -40,11 +40,6 @@ def test_a_table_of_one_way_says_that_everything_goes_it():
 def test_of_rows_alike_the_last_counts():
     table = Algorithms([Row("*", "host", 0, "mpi", "a"), Row("*", "host", 0, "node", "b")])
     assert [row.algorithm for row in table] == ["node"]
-
-
-def test_no_array_is_as_large_as_never():
-    assert NEVER > 1 << 57, "the address space of a process"
-    assert NEVER < 1 << 63, "ranks send it as a signed number of 64 bits"
 
 
 def test_the_arity_of_a_tree():
