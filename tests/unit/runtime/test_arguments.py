@@ -57,7 +57,7 @@ def test_a_result_that_cannot_be_made_stays_an_error():
 
     group = Group()
     call = Call("all_reduce", "world")
-    handle = mm.CollectiveTensor(group, call, Done(), finish, None, np.ones(1))  # type: ignore[arg-type]
+    handle = mm.CollectiveTensor(group, call, Done(), finish, None, np.ones(1))
     for _ in range(2):
         with raises(ValueError, "no room"):
             handle.resolve()
