@@ -212,8 +212,8 @@ cdef class OpenWork:
 
     def all(self):
         """Return it in the order of its start."""
+        found = []  # first: it may let garbage be collected, and that resolve what is open
         cdef PyObject *one = self._first
-        found = []
         while one != NULL:
             found.append(<object>one)
             one = (<Handle>one)._next
@@ -602,6 +602,10 @@ cdef class Starter:
             if type(prepared.begin) is Bound:
                 bound = <Bound>prepared.begin
                 bound.c.call, bound.c.digest = <unsigned int>call.number, self.digest_of(call, prepared.plan)
+                started = begin()
+                if type(started) is Operation:
+                    call.posted = started  # for the handle, if it is only a step of its request
+                return started
             elif self.post(call, prepared.plan):
                 return call.posted  # whose test raises
         return begin()

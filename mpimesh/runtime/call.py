@@ -62,8 +62,8 @@ class Call(CallRecord):
         ended: Whether its result was taken, or it has failed.
         planned: Whether `site` is where it was planned, to be started many times elsewhere.
         record: Its place in the rank's flight record; 0 if it has none.
-        posted: What its ranks compare it by, if it goes by other ways than their window; None if it
-            does not, or is over.
+        posted: What its ranks compare it by, if that is not the request itself; None if they do
+            not, or it is over.
         hint: What messages say of it besides.
     """
 

@@ -357,7 +357,9 @@ class GroupCore:
         if receives is not None:
             traffic.admit_by(call, receives[0], self._members, receives[1])
             traffic.count_received(call.name, receives[0], self._members, receives[1])
-        yield from run_steps(prepared.begin)
+        if self.starter is None:
+            self.refuse(call.name)
+        yield from run_steps(partial(self.starter.begin, call, prepared, prepared.begin))
 
     def check_algorithm(self, name: str, algorithm: str | None, *, on_device: bool = False) -> None:
         """Refuse an algorithm that a caller asks for and the group does not have. Local.

@@ -312,8 +312,9 @@ class CollectiveTensor(Handle[T_co]):
             except MismatchError as error:
                 self._error = error
                 self._group.abandon()  # over here, but perhaps not elsewhere
-        if self._error is None and getattr(self._request, "misfit", False):
-            self._error = self._group.misfit(self._call, self._request, self._value)
+        operation = self._compared()
+        if self._error is None and operation is not None and operation.misfit:
+            self._error = self._group.misfit(self._call, operation, self._value)
         if self._error is not None:
             self._release()
             raise self._error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 
 from mpimesh.errors import DTypeError, ShapeError
@@ -91,3 +93,32 @@ def check_an_array_that_cannot_be_scattered_is_refused_by_all(comm):
                 with raises(kind):
                     handle.resolve()
         same(group.scatter(np.arange(n) if me == 0 else None).resolve(), np.array([me]))
+
+
+def check_what_does_not_fit_is_found_behind_other_work_and_within_a_budget(comm):
+    """There a scatter goes by steps, of which the operation is one."""
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        me, n = group.rank, group.size
+        if n == 1:
+            return
+        whole = values(0, (2 * n, 3), "f8")
+        for behind in (0, 1, 2, 3):
+            for rows in (2 * n, 2 * n + 1):
+                x = np.ones(3 * n) if me == 0 else None
+                before = None
+                if behind == 1:
+                    before = group.broadcast(x, root=None)
+                elif behind == 2:
+                    before = group.scatter(x)
+                out = np.zeros((2, 3 if me == 0 or rows > 2 * n else 4))
+                x = np.resize(whole, (rows, 3)) if me == 0 else None
+                with mesh.budget(bytes=1 << 20) if behind == 3 else nullcontext():
+                    handle = group.scatter(x, out=out)
+                    if me == 0 and rows == 2 * n:
+                        same(handle.resolve(), whole[:2])
+                    else:
+                        with raises(ShapeError):
+                            handle.resolve()
+                if before is not None:
+                    before.resolve()
