@@ -18,7 +18,7 @@ from mpimesh.core.node cimport (
 
 import numpy
 
-from mpimesh.errors import ClosedError, TransportError
+from mpimesh.errors import ClosedError, MpimeshError, TransportError
 
 cnp.import_array()
 
@@ -252,8 +252,16 @@ cdef class Message:
             if self.receiver is not None:
                 try:
                     self.receiver.take(self)
-                except Exception as error:
+                except MpimeshError as error:
                     self.error = error
+                    raise
+                except BaseException as error:  # such as Ctrl-C; before the message is taken, it can be taken again
+                    if self.c.state != MAIL_MATCHED:
+                        self.error = TransportError(
+                            f"rank {self.mail._ranks[self.mail.window.rank]}: {type(error).__name__} came while the "
+                            f"result was made of a message from rank {self.mail._ranks[self.c.peer]} with tag "
+                            f"{self.c.tag}; it is lost, send it again"
+                        )
                     raise
             elif self.buffer is not None:
                 self.accept(self.buffer)

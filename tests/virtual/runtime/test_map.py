@@ -7,6 +7,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.errors import TransportError, UnresolvedError
+from mpimesh.runtime import messages
 from tests.helpers.raises import raises
 
 
@@ -64,4 +65,45 @@ def test_a_result_interrupted_while_it_is_made_is_lost_and_not_half_made():
                     handle.resolve()
             assert group.all_reduce(np.ones(2)).resolve().tolist() == [2, 2]
 
+    mm.run_virtual(2, main)
+
+
+@pytest.mark.parametrize("size", [3, 30_000])
+@pytest.mark.parametrize("way", ["any", "out", "shape", "shift"])
+def test_a_message_interrupted_while_its_result_is_made_is_lost(way, size, monkeypatch):
+    """Its room, which the message was not put into, was the result."""
+    interrupted = []
+
+    def once(*arguments):
+        if not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return fitting(*arguments)
+
+    def start(group):
+        if way == "shift":
+            return group.shift(np.ones(size + group.rank), 1)
+        if group.rank == 0:
+            return group.send(np.ones(size), 1)
+        if way == "any":
+            return group.recv(0)
+        if way == "out":
+            return group.recv(0, out=np.zeros((size, 2))[:, 0])
+        return group.recv(0, shape=(size + 1,), dtype="f8")
+
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            group = mesh.group()
+            handle = start(group)
+            if mesh.rank == 0:
+                assert handle.resolve() is None
+                return
+            with pytest.raises(KeyboardInterrupt):
+                handle.resolve()
+            for _ in range(2):
+                with raises(TransportError, "KeyboardInterrupt", "from rank 0", "again"):
+                    handle.resolve()
+
+    fitting = messages._fitting
+    monkeypatch.setattr(messages, "_fitting", once)
     mm.run_virtual(2, main)
