@@ -127,11 +127,7 @@ cdef class Courier:
 
     def learn(self, Route route not None, bint sends):
         """Let further messages alike go by this route."""
-        if self.num_routes == MOST_ROUTES:
-            self.sends = self.receives = None
-            self.shifts = None
-            self.num_routes = 0
-        self.num_routes += 1
+        self.make_room()
         if sends:
             route.next, self.sends = self.sends, route
         else:
@@ -139,7 +135,16 @@ cdef class Courier:
 
     def learn_shift(self, ShiftRoute route not None):
         """Let further shifts alike go by this route."""
+        self.make_room()
         route.next, self.shifts = self.shifts, route
+
+    cdef make_room(self):
+        """Count one more route, and forget all others where they are many."""
+        if self.num_routes == MOST_ROUTES:
+            self.sends = self.receives = None
+            self.shifts = None
+            self.num_routes = 0
+        self.num_routes += 1
 
     def send(self, x, dest, tag):
         """Start to send an array as one like it was sent before; None if that takes more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import typing
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
+from mpimesh.core.call import ShiftRoute
 from mpimesh.errors import ShapeError, UnresolvedError, UnresolvedWarning
 from mpimesh.runtime import plan
 from mpimesh.runtime.operands import AgreedSizes
@@ -180,4 +182,22 @@ def test_sizes_that_all_ranks_have_worked_out_are_not_compared():
             sent = mesh.group().all_to_all(x, sizes=alike, recv_sizes=alike)
             assert sent.resolve().tolist() == [1.0] * 4
 
+    mm.run_virtual(2, main)
+
+
+def test_what_is_kept_of_shifts_is_forgotten():
+    """A list that grew by each new shape was looked through at each shift."""
+
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            group = mesh.group()
+            for number in range(200):
+                x = np.full((number, 2), float(number))
+                got = group.shift(x, 1, wrap=True).resolve()
+                assert got.tobytes() == x.tobytes()
+            group.barrier()
+            assert sum(type(one) is ShiftRoute for one in gc.get_objects()) <= 2 * 32
+            group.barrier()
+
+    gc.collect()
     mm.run_virtual(2, main)
