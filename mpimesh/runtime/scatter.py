@@ -15,7 +15,7 @@ import numpy as np
 
 from mpimesh.arguments import digest_bits
 from mpimesh.arrays import Array, is_cupy, moved, namespace
-from mpimesh.comm import Request, Steps
+from mpimesh.comm import Steps
 from mpimesh.comm.requests import Condition
 from mpimesh.core.call import PlanRecord, Prepared
 from mpimesh.core.node import Operation, Window
@@ -170,7 +170,8 @@ def _tell(
     bound.tell(digest_bits(told, 32) or 1, 0, told)
     prepared = Prepared(PlanRecord(), bound, None, None, group.scope_if_any())
 
-    def steps(started: Request) -> Steps:
+    def steps(started: Operation) -> Steps:
+        call.posted = started  # as a window's operation is compared by itself
         yield started
         return (yield from after(None))
 
@@ -189,6 +190,7 @@ def _received(
     operation: Operation,
 ) -> Steps:
     """Receive this rank's block, when the root has told what it is."""
+    call.posted = operation  # as a window's operation is compared by itself
     yield Condition(lambda: operation.test() or operation.told is not None)
     operation.test()  # raises if what came is no scatter
     told = operation.told or b""

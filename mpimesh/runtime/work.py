@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 import warnings
 from collections.abc import Callable
+from inspect import Signature
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex, TypeVar, cast
 
 import numpy as np
@@ -125,6 +126,7 @@ class CollectiveTensor(Handle[T_co]):
     """
 
     __slots__ = ()
+    __signature__ = Signature()  # groups make them, by a constructor that is compiled
 
     def _resolve(self, timeout_s: float | None) -> T_co:
         """Do as :meth:`resolve`, where that takes more than a short wait for one operation."""
