@@ -665,8 +665,8 @@ cdef class Starter:
             self.plans.clear()
             self.recent = None
         self.plans[key] = plan
-        if self.window is None or self.checks or type(x) is not cnp.ndarray:
-            return
+        if self.window is None or self.checks or type(x) is not cnp.ndarray or x.dtype.names is not None:
+            return  # fields may be renamed in place: the same dtype is another one then
         plan.bound = <Bound>plan.tables(self.window, x.dtype)
         if plan.bound is None:
             return

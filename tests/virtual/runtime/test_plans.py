@@ -201,3 +201,22 @@ def test_what_is_kept_of_shifts_is_forgotten():
 
     gc.collect()
     mm.run_virtual(2, main)
+
+
+def test_fields_that_were_renamed_in_place():
+    """The plan of the old names was used, as the dtype was still the same object."""
+
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            group, rank = mesh.group(), mesh.rank
+            x = np.zeros(2, [("a", "i4"), ("b", "i4")])
+            for names in (("a", "b"), ("c", "d"), ("a", "b")):
+                x.dtype.names = names
+                for _ in range(2):
+                    block = group.scatter(x if rank == 0 else None).resolve()
+                    assert block.dtype.names == names
+                    y = x if rank == 0 else np.zeros(2, [(name, "i4") for name in names])
+                    assert group.all_gather(y).resolve().dtype.names == names
+                    assert group.shift(y, 1, wrap=True).resolve().dtype.names == names
+
+    mm.run_virtual(2, main)
