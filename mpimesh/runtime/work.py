@@ -279,8 +279,16 @@ class CollectiveTensor(Handle[T_co]):
         Raises:
             MismatchError: If so.
         """
-        operation = self._compared()
-        if operation is not None and operation.differs():
+        operation, request = self._compared(), self._request
+        if operation is not None:
+            differs = operation.differs()
+        elif self._call.number and isinstance(request, Moved) and request.after is not None:
+            # It waits for its turn, behind what may never end.
+            node = self._group.communicator.node
+            differs = node is not None and node.difference is not None
+        else:
+            return
+        if differs:
             communicator = self._group.communicator
             raise mismatch(communicator.node, communicator.node_ranks, self._call.group)
 

@@ -10,6 +10,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.errors import MismatchError
+from tests.helpers.raises import raises
 
 
 @pytest.mark.parametrize(
@@ -61,3 +62,27 @@ def test_ranks_that_ask_for_different_algorithms_learn_so(operation, names, size
     assert "operation 1: rank" in str(caught.value)
     for name in names:
         assert f"algorithm {name})" in str(caught.value)
+
+
+@pytest.mark.parametrize("later", ["all_gather", "shift", "scatter"])
+def test_who_waits_behind_steps_that_never_end_learns_it(later):
+    """Steps that some ranks have given up never end on the others, nor does what is behind them."""
+
+    def main():
+        mesh = mm.DeviceMesh("a=3")
+        group, ones = mesh.group(), np.ones(30_000)
+        handles = [
+            group.all_to_all(ones.astype("f4") if mesh.rank == 2 else ones),
+            group.all_reduce(np.ones(3), algorithm="ring"),
+            group.shift(ones) if later == "shift" else None,
+            group.all_gather(ones) if later == "all_gather" else None,
+            group.scatter(ones, out=np.empty(10_000)) if later == "scatter" else None,
+        ]
+        handles = [handle for handle in handles if handle is not None]
+        if mesh.rank == 0:
+            handles.insert(0, handles.pop())
+        for handle in handles:
+            with raises(MismatchError, "all_to_all", "float32"):
+                handle.resolve(timeout_s=5)
+
+    mm.run_virtual(3, main)
