@@ -191,6 +191,9 @@ cdef class Courier:
         if "cupy" in self.modules or (self.state.tails and self.core.progress.busy(self.communicator)):
             return None
         call = self.new_call(route.call)
+        array = None
+        if route.source >= 0:  # first: where memory is lacking, nothing is sent
+            array = self.core.empty((<object>x).shape, (<cnp.ndarray>x).descr, numpy, x)
         if not self.core.post_call(call, route.plan):
             return None
         # Both under way at once: a ring of ranks that all send first must not wait.
@@ -198,7 +201,6 @@ cdef class Courier:
             sent = self.mail.send(<cnp.ndarray>x, route.dest, route.wire_tag, route.head, route.text)
         if route.source < 0:
             return self.launch(route, call, sent, None)
-        array = self.core.empty((<object>x).shape, (<cnp.ndarray>x).descr, numpy, x)
         message = self.mail.receive(array, route.source, route.wire_tag, route.head, route.receiver)
         if sent is not None and not sent.c.state:
             message.rest = sent

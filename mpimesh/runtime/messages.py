@@ -360,12 +360,13 @@ def _shift_near(
     came: list[NodeMessage] = []
 
     def begin() -> Request:
+        # First: where memory is lacking, nothing is sent.
+        room = group.empty(shape, dtype, np, x) if has_source else None
         # Both under way at once: a ring of ranks that all send first must not wait.
         sent = parcel.begin(group, dest, _SHIFT_TAG)[0] if 0 <= dest < group.size else None
-        if not has_source or mail is None:
+        if room is None or mail is None:
             return sent or all_done()
         incoming = _Incoming(group, call, source, _ANY, guess=(shape, dtype))
-        room = group.empty(shape, dtype, np, x)
         message = mail.receive(room, source, _SHIFT_TAG, parcel.digest, incoming)
         message.rest = sent
         came.append(message)

@@ -169,7 +169,7 @@ class PersistentCollective(Persistent[T_co]):
             lines.append(f"  by {plan.way(core.algorithms(), is_shared)}")
         lines.append(
             f"  this rank puts in {size_text(plan.nbytes)}, and receives {size_text(nbytes)} in "
-            f"{messages} messages"
+            f"{messages} {'message' if messages == 1 else 'messages'}"
         )
         lines.append(
             f"  memory beside the arrays given: {size_text(self._own_bytes())}; "

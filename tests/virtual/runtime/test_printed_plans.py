@@ -39,7 +39,7 @@ def test_it_receives_what_is_counted_and_says_by_what(name):
             moved = mesh.traffic() - before
             (way,) = re.findall(r"^  by (\w+): ", text, re.M)
             asked = "ring" if "ring" in name else "node"
-            (received,) = re.findall(r"receives (.*) in \d+ messages", text)
+            (received,) = re.findall(r"receives (.*) in \d+ message", text)
             return [
                 way == asked,
                 received == size_text(moved.received_bytes),
