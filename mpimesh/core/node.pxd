@@ -154,6 +154,7 @@ cdef class Operation:
     cdef Window window
     cdef Operation after
     cdef object send, recv, _copy
+    cdef bint unwanted  # it has been given no place for its block
 
     cdef int begin(self) except -1
     cdef object _error(self)

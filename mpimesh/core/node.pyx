@@ -575,7 +575,7 @@ cdef class Operation:
     @property
     def misfit(self):
         """Whether what the root of a scatter has told does not fit this rank's block."""
-        return self.c.misfit != 0
+        return self.c.misfit != 0 and not self.unwanted
 
     def give(self, Bound like):
         """Give a scatter under way the place of this rank's block, of which the root has told; None for none.
@@ -585,6 +585,7 @@ cdef class Operation:
         """
         cdef NodeOp none
         if like is None:
+            self.unwanted = True
             memset(&none, 0, sizeof(NodeOp))
             none.out, none.tells[0] = <char *>&self.window.c, 1  # which nobody tells
             node_give(&self.window.engine.c, &self.c, &none)

@@ -72,7 +72,7 @@ def test_a_result_interrupted_while_it_is_made_is_lost_and_not_half_made():
 @pytest.mark.parametrize("way", ["any", "out", "shape", "shift"])
 def test_a_message_interrupted_while_its_result_is_made_is_lost(way, size, monkeypatch):
     """Its room, which the message was not put into, was the result."""
-    interrupted = []
+    interrupted: list[object] = []
 
     def once(*arguments):
         if not interrupted:

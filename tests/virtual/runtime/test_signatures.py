@@ -82,6 +82,7 @@ def test_who_waits_behind_steps_that_never_end_learns_it(later):
         if mesh.rank == 0:
             handles.insert(0, handles.pop())
         for handle in handles:
+            assert handle is not None
             with raises(MismatchError, "all_to_all", "float32"):
                 handle.resolve(timeout_s=5)
 
