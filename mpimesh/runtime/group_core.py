@@ -45,7 +45,7 @@ from mpimesh.runtime.call import Call, Message, call_stack
 from mpimesh.runtime.operands import host_array
 from mpimesh.runtime.plan import Plan
 from mpimesh.runtime.progress import Progress
-from mpimesh.runtime.told import misfit
+from mpimesh.runtime.scatter_head import misfit
 from mpimesh.runtime.traffic import Amount, Arrival, Members, Rule, from_others, uniform
 from mpimesh.runtime.work import CollectiveTensor, OpenWork
 from mpimesh.runtime.world import MeshContext
@@ -127,7 +127,7 @@ class GroupCore:
 
     @property
     def checked(self) -> bool:
-        """Whether the ranks compare each call by messages before it starts."""
+        """True if the ranks compare each call by messages before it starts."""
         return bool(self._checks)
 
     @property

@@ -542,7 +542,7 @@ def _nbytes_of(kind: _Kind) -> int | None:
 
 
 class _Incoming:
-    """What a receive in shared memory expects, and makes of what comes.
+    """A receive in shared memory: its expected shape and dtype, and the making of its result.
 
     Args:
         group: The group.

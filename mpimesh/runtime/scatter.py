@@ -28,9 +28,8 @@ from mpimesh.runtime.operands import (
     check_sizes,
     normal_axis,
 )
-from mpimesh.runtime.plan import Plan, PlanningGroup
-from mpimesh.runtime.told import head, read, refusal
-from mpimesh.runtime.traffic import sparse
+from mpimesh.runtime.plan import Plan, PlanningGroup, plan_scatter as plan_known_scatter
+from mpimesh.runtime.scatter_head import head, read, refusal
 from mpimesh.runtime.work import CollectiveTensor
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ __all__ = ["scatter"]
 _BY_STEPS = b"steps"
 """Told of an array on a device, if all ranks take memory of devices: it goes by steps."""
 _OF_ARRAYS = ShapeError, DTypeError, OutOfMemoryError
-"""What may be wrong with an array: a root has to tell that there is none."""
+"""Errors of an array, which a root tells the others instead of its blocks."""
 _BLOCK: Any = np.empty(0, np.uint8)
 
 
@@ -122,35 +121,21 @@ def plan_scatter(
     sizes: tuple[int, ...] | None,
     of_device: int = 0,
 ) -> Plan:
-    """Plan it on the root, or for an array that this rank's block is to come into.
+    """Plan a scatter of `data` on the root, or into `data` on another rank.
 
-    An array `of_device` is the copy of one.
+    Where `of_device` is not 0, `data` is a copy of an array on a device.
     """
-    rank = group.rank or 0
-    at = normal_axis(axis, data.ndim)
-    if rank == root:
-        blocks = Blocks.of_whole(data.shape, at, group.size, sizes)
-    else:
-        blocks = Blocks.of_mine(data.shape, at, rank, group.size, sizes)
-    counts = [count * data.dtype.itemsize for count in blocks.counts]
-    plan = Plan(
-        "scatter",
-        data,
-        _rule(root, axis, sizes),
-        None,
-        (counts, root),
-        blocks.block_shape(rank),
-        outgoing=blocks if rank == root else None,
-        sends=rank == root,
-        in_place=rank != root,
-        receives=None if rank == root else (sparse, (root, counts[rank], int(counts[rank] > 0))),
-    )
+    is_root = group.rank == root
+    at = normal_axis(axis, data.ndim)  # a scalar has none here
+    plan = plan_known_scatter(group, data, root, at, sizes, is_root)
+    shape: Any = plan.compared  # of the whole
+    plan.rule, plan.compared, plan.in_place = _rule(root, axis, sizes), None, not is_root
     plan.kind = ""  # which only the root knows
-    told, digest = head(blocks.shape, data.dtype, at, sizes, bool(of_device))
-    if rank == root:
+    told, digest = head(shape, data.dtype, at, sizes, bool(of_device))
+    if is_root:
         plan.told, plan.tells = told, (digest, 0)
     else:
-        plan.tells = digest, head(blocks.shape, data.dtype, at, sizes, True)[1]
+        plan.tells = digest, head(shape, data.dtype, at, sizes, True)[1]
     return plan
 
 

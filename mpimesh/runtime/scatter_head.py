@@ -1,4 +1,4 @@
-"""What the root of a scatter tells the others of its array, or why there is none."""
+"""Description of the array that the root of a scatter sends along with its blocks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mpimesh.core.node import Operation
 from mpimesh.errors import DTypeError, MpimeshError, ShapeError, on_all_ranks
 from mpimesh.runtime.operands import Blocks, output_array
 
-__all__ = ["Told", "head", "misfit", "read", "refusal"]
+__all__ = ["ScatterHead", "head", "misfit", "read", "refusal"]
 
 _MOST_BYTES = 1000
 _MOST_SIZES = 64
 
 
-class Told(NamedTuple):
+class ScatterHead(NamedTuple):
     """An array and how it is cut.
 
     Attributes:
@@ -71,7 +71,7 @@ def refusal(problem: MpimeshError) -> bytes:
     return told
 
 
-def read(told: bytes, root: int) -> Told:
+def read(told: bytes, root: int) -> ScatterHead:
     """Return what a root has told.
 
     Raises:
@@ -82,7 +82,7 @@ def read(told: bytes, root: int) -> Told:
         kind: type[MpimeshError] = getattr(errors, parts[0])
         raise on_all_ranks(kind(f"rank {root}: {parts[1]}"))
     shape, dtype, of_device, axis, sizes = parts
-    return Told(tuple(shape), dtype_from_json(dtype), of_device, axis, sizes)
+    return ScatterHead(tuple(shape), dtype_from_json(dtype), of_device, axis, sizes)
 
 
 def misfit(operation: Operation, rank: int, size: int, out: Array) -> MpimeshError:
