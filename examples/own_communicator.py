@@ -180,9 +180,7 @@ class QueueCommunicator(Communicator):
         members = sorted((k, rank) for rank, (is_in, c, k) in table if is_in and c == color)
         ranks = [rank for _, rank in members]
         name = (*self._name, self._splits, color)
-        part = type(self)(ranks.index(self.rank), len(ranks), self._wires, name)
-        self.adopt(part)
-        return part
+        return type(self)(ranks.index(self.rank), len(ranks), self._wires, name)
 
     def free(self):
         self._last.clear()

@@ -155,7 +155,7 @@ class Batches:
         self.shuffle: bool = settings["shuffle"]
         self.drop_last: bool = settings["drop_last"]
         counts = self._mesh.group()._core.progress.counts
-        key = f"data.Batches {self._mesh.group().communicator.name}"
+        key = f"data.Batches {self._mesh.group()._core.full_name}"
         counts[key] = counts.get(key, 0) + 1
         self._name = f"Batches number {counts[key]}, of {self.rows} rows, seed {self.seed}"
         self._position = 0

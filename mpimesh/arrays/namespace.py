@@ -7,10 +7,10 @@ program that never uses a GPU never pays for one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -208,6 +208,15 @@ class StreamScope:
         """Return what `function` returns, called on the device and stream."""
         with self.current():
             return function()
+
+    def steps(self, steps: Generator[Any, None, R]) -> Generator[Any, None, R]:
+        """Run each step there; between two steps the caller's device and stream are current."""
+        while True:
+            try:
+                request = self.call(lambda: next(steps))
+            except StopIteration as stop:
+                return cast("R", stop.value)
+            yield request
 
     def mark(self) -> Any:
         """Return an event after all work of the stream so far."""

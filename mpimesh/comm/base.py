@@ -30,7 +30,6 @@ from mpimesh.comm.reductions import by_messages
 from mpimesh.comm.region_messages import exchange_by_messages
 from mpimesh.comm.regions import check_regions
 from mpimesh.comm.requests import RecvRequest, Request
-from mpimesh.core.call import Counter
 from mpimesh.core.mail import Mail
 from mpimesh.core.node import Window
 from mpimesh.errors import TransportError
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Communicator", "NodeCommunicator"]
 
 
-class Communicator(Counter, ABC):
+class Communicator(ABC):
     """Ranks from 0 to ``size - 1``, which exchange memory.
 
     `counts` are elements of each rank's block, in rank order, the same on every
@@ -58,24 +57,8 @@ class Communicator(Counter, ABC):
     """The ranks of this node, which compare what they start on it; None if there are no others."""
     node_ranks: Sequence[int] = ()
     """Their ranks."""
-    unread: int = 0
-    """Messages that this rank has sent on it, less those that it has begun to receive; kept by the
-    runtime."""
-    roll_calls: int = 0
-    """Number of barriers with a limit that this rank has started on it; kept by the runtime."""
-    unended: bool = False
-    """True if something may be under way that no rank waits for; :meth:`free` then keeps what it
-    uses. Alike on all ranks; kept by the runtime."""
-    family: str = ""
-    """The mesh that it belongs to, called alike on all its ranks; kept by the runtime."""
-    owner: str = ""
-    """Purpose of those that are split from it, for messages; kept by the runtime."""
-    name: str = ""
-    """Name among its ranks, alike on all of them; kept by the runtime."""
-    mail: Any = None
-    """Counts this rank's messages, where ranks are compared; kept by the runtime."""
     engine: ProgressEngine | None = None
-    """Moves along what takes several steps, in every wait of the rank; kept by the runtime."""
+    """Moves along what takes several steps, in every wait of the rank; set by who waits."""
     window: Window | None = None
     """The ranks, if all of them share memory: their collectives go by it."""
     node_mail: Mail | None = None
@@ -293,16 +276,18 @@ class Communicator(Counter, ABC):
         A request calls it whose :meth:`~Request.test` asks a device and not this communicator.
         """
 
-    def free_device(self) -> None:
-        """Give back what moves device memory; a part of :meth:`free`."""
+    def free_device(self, *, unended: bool = False) -> None:
+        """Give back what moves device memory; a part of :meth:`free`.
+
+        Args:
+            unended: Whether something may be under way that no rank waits for: its memory stays.
+        """
         device, self.device = self.device, None
         if device is not None:
-            device.free()
+            device.free(unended=unended)
 
-    def adopt(self, part: Communicator) -> None:
-        """Let `part`, which was split from this communicator, belong to the same mesh and rank."""
-        part.family = self.family
-        part.engine = self.engine
+    def belong_to(self, owner: str) -> None:
+        """Note whose it, and what is split from it, is, for messages of errors. Local."""
 
     @abstractmethod
     def split(self, color: int | None, key: int) -> Communicator | None:
@@ -327,6 +312,9 @@ class Communicator(Counter, ABC):
     @abstractmethod
     def free(self) -> None:
         """Collective: give the communicator's resources back. A second call does nothing."""
+
+    def abandon(self) -> None:
+        """Collective: free it but for what an operation may use that no rank waits for any more."""
 
     @abstractmethod
     def abort(self, code: int) -> None:

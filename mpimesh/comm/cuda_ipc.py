@@ -56,7 +56,6 @@ from mpimesh.comm.device_strategy import (
     node_key,
     plain_copy,
     process_key,
-    steps_in,
 )
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.requests import Condition, block_slices
@@ -195,7 +194,7 @@ class CudaIpc(DeviceStrategy):
                 problem = "the memory of CuPy's pool has no handle that other processes can open"
         problem = yield from agree(host, problem, _CANNOT_OPEN)
         if not problem and strategy is not None:
-            problem = yield from steps_in(strategy.stream, strategy._try(sample))
+            problem = yield from strategy.stream.steps(strategy._try(sample))
             problem = yield from agree(host, problem, _CANNOT_OPEN)
         if problem and strategy is not None:
             strategy.free()

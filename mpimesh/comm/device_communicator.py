@@ -48,7 +48,6 @@ from mpimesh.comm.device_strategy import (
     plain_copy,
     plain_empty,
     process_key,
-    steps_in,
 )
 from mpimesh.comm.engine import ProgressEngine, StagedRequest, Steps
 from mpimesh.comm.host_strategies import MPICuda, Staged
@@ -193,7 +192,7 @@ class DeviceCommunicator:
         """Collective: find out what the ranks can do together; the first collective does it."""
         if self._search is None:
             # The strategies belong to this device, whatever is current where somebody waits.
-            steps = steps_in(StreamScope(), self._find())
+            steps = StreamScope().steps(self._find())
             self._search = self._engine.stage((*self._queue, "search"), steps)
         return self._search
 
@@ -215,22 +214,25 @@ class DeviceCommunicator:
         refused = {name: ProbeResult(False, why) for name, why in self._refused.items()}
         return refused | {s.name: ProbeResult(True, s.reason) for s in self._strategies}
 
-    def free(self) -> None:
+    def free(self, *, unended: bool = False) -> None:
         """Give back streams, buffers and communicators. A second call does nothing.
 
-        Where something may be under way that no rank waits for, its memory and streams stay.
+        Args:
+            unended: Whether something may be under way that no rank waits for: its memory and
+                streams stay.
         """
         while self.variants:
-            self.variants.popitem()[1].free()
-        unended, messages, host = self.communicator.unended, self._messages, self._host
+            self.variants.popitem()[1].free(unended=unended)
+        messages, host = self._messages, self._host
         self._messages = self._host = None
         if messages is not None and not unended:
             messages.free()
         for strategy in self._strategies:
             if strategy.at_call or not unended:  # a kernel that waits on the device is ended
                 strategy.free()
-        if host is not None:
-            host.unended = unended
+        if host is not None and unended:
+            host.abandon()
+        elif host is not None:
             host.free()
 
     @property

@@ -55,7 +55,6 @@ __all__ = [
     "plain_copy",
     "plain_empty",
     "process_key",
-    "steps_in",
 ]
 
 R = TypeVar("R")
@@ -159,16 +158,6 @@ class CommStream(StreamScope):
         end = self.mark()
         with caller.device:
             caller.stream.wait_event(end)
-
-
-def steps_in(scope: StreamScope, steps: Steps) -> Steps:
-    """Run each step in `scope`; between two steps the caller's device and stream are current."""
-    while True:
-        try:
-            request = scope.call(lambda: next(steps))
-        except StopIteration as stop:
-            return stop.value
-        yield request
 
 
 # -- memory ----------------------------------------------------------------------------------

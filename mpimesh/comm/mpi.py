@@ -303,7 +303,7 @@ class MPICommunicator(Communicator):
 
     def split(self, color: int | None, key: int) -> MPICommunicator | None:
         """Make one communicator for each color."""
-        owner = self.owner or _OWNERS.get(MPI._handleof(self._comm), "")
+        owner = _OWNERS.get(MPI._handleof(self._comm), "")
         try:
             part: Any = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
         except MPI.Exception as error:
@@ -312,7 +312,7 @@ class MPICommunicator(Communicator):
             return None
         _OWNERS[MPI._handleof(part)] = owner
         communicator = self._wrap(part)
-        self.adopt(communicator)
+        communicator.engine = self.engine
         return communicator
 
     def idup(self) -> Steps:
@@ -334,19 +334,30 @@ class MPICommunicator(Communicator):
         copied = self.engine.stage(self._order, copying())
         yield copied
         duplicate: MPICommunicator = copied.value
-        self.adopt(duplicate)
+        duplicate.engine = self.engine
         return duplicate
 
     def _wrap(self, comm: MPI.Intracomm) -> MPICommunicator:
         """Return a communicator of this class for `comm`. Collective over `comm`."""
         return MPICommunicator(comm, limit=self._chunk_setting)
 
+    def belong_to(self, owner: str) -> None:
+        """Note whose it is, for when MPI has no more communicators."""
+        _OWNERS[MPI._handleof(self._comm)] = owner
+
     def free(self) -> None:
-        """Give the MPI communicator back, unless messages may be on their way in it."""
+        """Give the MPI communicator back."""
+        self._give_back(unended=False)
+
+    def abandon(self) -> None:
+        """Keep the MPI communicator, in which messages may be on their way."""
+        self._give_back(unended=True)
+
+    def _give_back(self, *, unended: bool) -> None:
         if not self._freed and not MPI.Is_finalized():
             self._freed = True
-            self.free_device()
-            if self.unended:
+            self.free_device(unended=unended)
+            if unended:
                 _OWNERS[MPI._handleof(self._comm)] = "closed meshes whose operations did not end"
             else:
                 poll(self._is_free)

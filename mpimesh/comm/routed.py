@@ -302,7 +302,7 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
 
         return super().wait(looking, timeout_s, what=what, idle=idle)
 
-    def free(self) -> None:
+    def _give_back(self, *, unended: bool) -> None:
         """Give the MPI communicator and the memory back, unless somebody may still use them."""
         if self._freed or MPI.Is_finalized():
             return
@@ -317,7 +317,7 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
                 self._here.close()
             if self._window is not None:
                 self._window.closed = True
-            if self.unended or not poll(self._plain.barrier().test, _LEAVE_TOGETHER_S):
+            if unended or not poll(self._plain.barrier().test, _LEAVE_TOGETHER_S):
                 # A rank may yet look at this one's counter, or read what it has offered; and the
                 # barrier goes on, which Open MPI does not survive on a communicator it has freed.
                 copies = () if self._regions is None else self._regions.copies.memories
@@ -333,11 +333,10 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
         self.node_mail = self._plain.node_mail = None
         self._once.clear()
         if self._freed:
-            self.free_device()
+            self.free_device(unended=unended)
         elif rail is not None:
-            rail.unended = self.unended
-            rail.free()
-        super().free()
+            rail._give_back(unended=unended)
+        super()._give_back(unended=unended)
 
     def _wrap(self, comm: MPI.Intracomm) -> RoutedCommunicator:
         return RoutedCommunicator(

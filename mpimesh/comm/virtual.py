@@ -287,12 +287,19 @@ class VirtualCommunicator(NodeCommunicator):
         context, members = split.parts[color]
         world_ranks = tuple(self.world_ranks[member] for member in members)
         part = VirtualCommunicator(self.world, context, members.index(self.rank), world_ranks)
-        self.adopt(part)
+        part.engine = self.engine
         return part
 
     def free(self) -> None:
         """Give back what moves device memory, and the window; contexts go with their last user."""
-        self.free_device()
+        self._give_back(unended=False)
+
+    def abandon(self) -> None:
+        """Do as :meth:`free`, but keep memory of devices that may be in use."""
+        self._give_back(unended=True)
+
+    def _give_back(self, *, unended: bool) -> None:
+        self.free_device(unended=unended)
         # Else another rank may yet read an array that they keep.
         if self.node_mail.idle and self.window.idle:
             self.node_mail.close()

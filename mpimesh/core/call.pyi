@@ -9,6 +9,7 @@ from mpimesh.core.mail import Receiver
 from mpimesh.core.node import Operation
 
 T_co = TypeVar("T_co", covariant=True, default=Any)
+H = TypeVar("H")
 
 Site: TypeAlias = tuple[CodeType, int]
 
@@ -35,6 +36,23 @@ class CallRecord:
 
 class Counter:
     started: int
+
+class Ledger(Counter):
+    communicator: Any
+    mesh: str
+    name: str
+    ranks: tuple[int, ...]
+    mail: Any
+    unread: int
+    roll_calls: int
+    def __init__(
+        self,
+        communicator: Any,
+        mesh: str = "",
+        name: str = "",
+        ranks: tuple[int, ...] = (),
+        mail: Any = None,
+    ) -> None: ...
 
 class Limits:
     budgets: tuple[Any, ...]
@@ -122,25 +140,30 @@ class Prepared:
         arguments: tuple[Any, ...] = (),
     ) -> None: ...
 
-class Starter:
-    closed: bool
+class Starter(Generic[H]):
+    name: str
+    context: Any
+    progress: Any
+    ledger: Any
+    open_work: Any
+    checked: bool
     def __init__(
         self,
-        core: Any,
-        communicator: Any,
-        handle: type[Any],
+        name: str,
+        ledger: Ledger | None,
+        context: Any,
+        handle: type[H],
         call: type[Any],
         digest: Callable[..., int],
-        checks: bool,
     ) -> None: ...
     def run(
         self, make: Any, x: Any, out: Any, label: str | None, options: tuple[Any, ...]
-    ) -> Any: ...
-    def barrier(self, label: str | None) -> Any: ...
-    def submit(self, call: CallRecord, prepared: Prepared, lock: Any = None) -> Any: ...
-    def begin(self, call: CallRecord, prepared: Prepared, begin: Callable[[], Any]) -> Any: ...
+    ) -> H: ...
+    def barrier(self, label: str | None) -> H: ...
+    def submit(self, call: CallRecord, prepared: Prepared, lock: Any = None) -> H: ...
+    def begin(self, call: CallRecord, prepared: Prepared) -> Any: ...
     def post(self, call: CallRecord, plan: PlanRecord) -> bool: ...
-    def again(self, call: CallRecord, prepared: Prepared) -> Any: ...
+    def again(self, call: CallRecord, prepared: Prepared) -> H | None: ...
 
 class Route:
     def __init__(
@@ -162,8 +185,7 @@ class ShiftRoute(Route):
     def set_ends(self, wrap: bool, dest: int, source: int, plan: PlanRecord) -> ShiftRoute: ...
 
 class Courier:
-    closed: bool
-    def __init__(self, core: Any, communicator: Any, handle: Any, call: Any) -> None: ...
+    def __init__(self, core: Starter[Any], handle: Any, call: Any) -> None: ...
     def learn(self, route: Route, sends: bool) -> None: ...
     def learn_shift(self, route: ShiftRoute) -> None: ...
     def shift(self, x: Any, offset: Any, wrap: Any) -> Any: ...

@@ -159,6 +159,29 @@ cdef class Counter:
     cdef public long started
 
 
+cdef class Ledger(Counter):
+    """The account of what a rank has started on one communicator, which all groups of its ranks share.
+
+    Args:
+        communicator: The communicator.
+        mesh: The mesh that it belongs to, called alike on all its ranks.
+        name: Its name, alike on all its ranks.
+        ranks: The numbers of its ranks in the job; empty if they have none.
+        mail: Counts this rank's messages, where the ranks compare what they start; else None.
+
+    Attributes:
+        started: Number of collectives that this rank has started.
+        unread: Messages that it has sent, less those that it has begun to receive.
+        roll_calls: Number of barriers with a limit that it has started.
+    """
+
+    cdef public object communicator, mesh, name, ranks, mail
+    cdef public long unread, roll_calls
+
+    def __init__(self, communicator, mesh="", name="", ranks=(), mail=None):
+        self.communicator, self.mesh, self.name, self.ranks, self.mail = communicator, mesh, name, ranks, mail
+
+
 cdef class Limits:
     """The limits of what a rank receives, the outermost first."""
 
@@ -472,39 +495,45 @@ cdef inline _new(object kind):
 
 
 cdef class Starter:
-    """The starts of one group's operations on one rank.
+    """The compiled half of a group on one rank: the starts of its operations.
 
     Args:
-        core: The group.
-        communicator: Its transport.
+        name: The group's name.
+        ledger: That of its ranks; None on a rank that is not one of them.
+        context: The mesh.
         handle: Makes the handle of a call.
         call: Makes the record of a call.
         digest: Gives the digest of a signature.
-        checks: Whether the ranks compare each call by messages before it starts.
 
     Attributes:
-        closed: Whether the group is closed.
+        checked: Whether the ranks compare each call by messages before it starts.
+        progress: The unfinished operations of this rank.
+        open_work: What is not resolved, of the whole mesh.
     """
 
-    cdef public bint closed
-    cdef object core, progress, note, digest, _handle, _call
+    cdef public object context, progress
+    cdef public str name
+    cdef public Ledger ledger
+    cdef public OpenWork open_work
+    cdef readonly bint checked
+    cdef object communicator, note, digest, _handle, _call
     cdef Limits traffic
-    cdef Counter communicator
     cdef State state
-    cdef str name
     cdef Window window, node
-    cdef OpenWork open_work
-    cdef bint checks
     cdef dict plans
     cdef PlanRecord recent
     cdef Prepared _barrier
 
-    def __init__(self, core, communicator, handle, call, digest, bint checks):
-        self.core, self.communicator, self.window, self.checks = core, communicator, communicator.window, checks
-        self.node = None if checks else communicator.node
-        self.progress, self.state = core.progress, core.progress
-        self.note, self.traffic, self.open_work = core.progress.calls.append, core.context.traffic, core.open_work
-        self.name, self.digest, self._handle, self._call, self.plans = core.name, digest, handle, call, {}
+    __class_getitem__ = classmethod(GenericAlias)
+
+    def __init__(self, str name, Ledger ledger, context, handle, call, digest):
+        self.name, self.ledger, self.context, self.checked = name, ledger, context, bool(context.settings.checks)
+        self.progress = self.state = context.progress
+        self.note, self.traffic, self.open_work = self.state.calls.append, context.traffic, context.open_work
+        self.digest, self._handle, self._call, self.plans = digest, handle, call, {}
+        if ledger is not None:
+            self.communicator, self.window = ledger.communicator, ledger.communicator.window
+            self.node = None if self.checked else ledger.communicator.node
 
     def run(self, make, x, out, label, tuple options):
         """Start the collective that `make` plans, by the plan of the last call alike.
@@ -519,27 +548,27 @@ cdef class Starter:
         cdef PlanRecord plan
         cdef Handle handle
         try:
-            data = x if type(x) is cnp.ndarray else self.core.operand(x)
+            data = x if type(x) is cnp.ndarray else self.operand(x)
             plan = self.find(make, data, options)
             if plan is not None and plan.bound is not None and label is None and x is data:
                 handle = self.start(plan, <cnp.ndarray>x, out)
                 if handle is not None:
                     return handle
-            if self.closed or self.open_work.closed:
-                self.core.refuse(plan.name if plan is not None else make.__name__[5:])
+            if self.ledger is None or self.open_work.closed:
+                self.refuse(plan.name if plan is not None else make.__name__[5:])
             if plan is None:
-                plan = self.core.plan(make, data, *options)
+                plan = self.plan(make, data, *options)
                 self.keep(plan, make, data, options)
-            prepared = plan.bind(self.core, x, data, out)
+            prepared = plan.bind(self, x, data, out)
             return self.submit(self.new_call(plan, label), prepared, x)
         except Exception as error:
-            self.core.fail(make.__name__[5:], error)
+            self.fail(make.__name__[5:], error)
 
     def barrier(self, label):
         """Start a barrier."""
         cdef Prepared prepared = self._barrier
         if prepared is None:
-            prepared = self._barrier = self.core.plan_barrier()
+            prepared = self._barrier = self.plan_barrier()
         if label is None and type(prepared.begin) is Bound and self.ready():
             return self.launch(
                 prepared.plan, (<Bound>prepared.begin).operation(), self.new_call(prepared.plan, None), None
@@ -560,55 +589,47 @@ cdef class Starter:
         """
         cdef PlanRecord plan = prepared.plan
         cdef Handle handle
-        cdef bint counts = True
-        begin, scope, unlock = prepared.begin, prepared.scope, None
-        if self.closed or self.open_work.closed:
-            self.core.refuse(call.name)
+        cdef bint asks = False
+        unlock = None
+        if self.ledger is None or self.open_work.closed:
+            self.refuse(call.name)
         if self.traffic.budgets:
-            begin, counts = self.core.within_budget(call, prepared)
-        if prepared.after is not None:
-            begin = self.core.followed(begin, prepared.after)
-        if scope is not None:
-            begin = self.core.in_scope(scope, begin)
-        if self.checks:
-            unlock = self.core.lock(lock, call)
-        call.number = self.communicator.started = self.communicator.started + 1
-        if self.checks or plan.also is not None or (self.state.tails and self.progress.busy(self.communicator)):
-            request = self.progress.stage(self.communicator, self.core.in_turn(call, prepared, begin))
+            asks = self.asks_for_budget(call, plan)
+        if self.checked:
+            unlock = self.lock(lock, call)
+        call.number = self.ledger.started = self.ledger.started + 1
+        if asks or self.checked or plan.also is not None or (self.state.tails and self.progress.busy(self.communicator)):
+            request = self.progress.stage(self.communicator, self.in_turn(call, prepared, asks))
         else:
-            request = self.begin(call, prepared, begin)
+            request = self.begin(call, prepared)
             if type(request) is GeneratorType:
                 request = self.progress.stage(self.communicator, request)
-        if plan.tally is not None and counts:
+        if plan.tally is not None and not asks:
             plan.tally.started += 1
         else:
-            self.core.count(call, plan, counts)
-        handle = self._handle(
-            self.core, call, request, prepared.finish, unlock, prepared.value, scope, lock, plan.nbytes
-        )
+            self.count(call, plan, not asks)
+        handle = self._handle(self, call, request, prepared.finish, unlock, prepared.value, prepared.scope, lock, plan.nbytes)
         handle._prepared = prepared
         return handle
 
-    def begin(self, CallRecord call not None, Prepared prepared not None, begin):
-        """Start what was called now, with what the ranks compare: a request, or several steps.
-
-        Args:
-            call: What was called.
-            prepared: The operation.
-            begin: Starts it, in the place of what `prepared` has for that.
-        """
-        cdef Bound bound
+    def begin(self, CallRecord call not None, Prepared prepared not None):
+        """Start what was called now, with what the ranks compare: a request, or several steps."""
+        cdef Bound bound = None
         if self.node is not None and call.posted is None:
             if type(prepared.begin) is Bound:
                 bound = <Bound>prepared.begin
                 bound.c.call, bound.c.digest = <unsigned int>call.number, self.digest_of(call, prepared.plan)
-                started = begin()
-                if type(started) is Operation:
-                    call.posted = started  # for the handle, if it is only a step of its request
-                return started
             elif self.post(call, prepared.plan):
                 return call.posted  # whose test raises
-        return begin()
+        scope = prepared.scope
+        started = prepared.begin() if scope is None else scope.call(prepared.begin)
+        if bound is not None and type(started) is Operation:
+            call.posted = started  # for the handle, if it is only a step of its request
+        if prepared.after is not None:
+            started = prepared.after(started)
+        if scope is not None and type(started) is GeneratorType:
+            started = scope.steps(started)
+        return started
 
     def post(self, CallRecord call not None, PlanRecord plan not None):
         """Post what does not go by the window, for the ranks to compare; tell whether they are known to differ."""
@@ -665,7 +686,7 @@ cdef class Starter:
             self.plans.clear()
             self.recent = None
         self.plans[key] = plan
-        if self.window is None or self.checks or type(x) is not cnp.ndarray or x.dtype.names is not None:
+        if self.window is None or self.checked or type(x) is not cnp.ndarray or x.dtype.names is not None:
             return  # fields may be renamed in place: the same dtype is another one then
         plan.bound = <Bound>plan.tables(self.window, x.dtype)
         if plan.bound is None:
@@ -683,8 +704,8 @@ cdef class Starter:
     cdef bint ready(self) except -1:
         """Tell whether a start needs nothing else: no budget, no turn, no checks."""
         return not (
-            self.closed
-            or self.checks
+            self.ledger is None
+            or self.checked
             or self.open_work.closed
             or self.traffic.budgets
             or (self.state.tails and self.progress.busy(self.communicator))
@@ -706,7 +727,7 @@ cdef class Starter:
                 Py_INCREF(x.descr)  # which the next call takes
                 target = <cnp.ndarray>PyArray_Empty(plan.ndim, plan.sizes, x.descr, 0)
             else:
-                target = self.core.empty(plan.shape, x.descr, numpy, x)
+                target = self.empty(plan.shape, x.descr, numpy, x)
         elif out is x:
             if not plan.in_place or not cnp.PyArray_ISWRITEABLE(x):
                 return None
@@ -743,12 +764,12 @@ cdef class Starter:
     cdef Handle launch(self, PlanRecord plan, Operation operation, CallRecord call, value):
         """Start what is bound, and give its handle out."""
         cdef Handle handle = <Handle>_new(self._handle)
-        call.number = self.communicator.started = self.communicator.started + 1
-        handle._group, handle._call, handle._value = self.core, call, value
+        call.number = self.ledger.started = self.ledger.started + 1
+        handle._group, handle._call, handle._value = self, call, value
         if self.state.recorder is not None:
             if plan.code is not call.code or plan.offset != call.offset:
                 plan.code, plan.offset = call.code, call.offset
-                plan.text = self.state.recorder.text_of(self.core, call)
+                plan.text = self.state.recorder.text_of(self, call)
             call.record = self.state.recorder.write(call.number, plan.nbytes, plan.text)
         operation.c.call = <unsigned int>call.number
         if plan.digest:

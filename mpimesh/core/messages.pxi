@@ -99,17 +99,14 @@ cdef class Courier:
     """The messages of one group between ranks that share memory, where they are alike earlier ones.
 
     Args:
-        core: The group.
-        communicator: Its transport, which has `node_mail`.
+        core: The group, whose communicator has `node_mail`.
         handle: Makes the handle of a call.
         call: Makes the record of a call.
-
-    Attributes:
-        closed: Whether the group is closed.
     """
 
-    cdef public bint closed
-    cdef object core, context, communicator, note, _handle, _call, modules
+    cdef Starter core
+    cdef Ledger ledger
+    cdef object communicator, note, _handle, _call, modules
     cdef Limits traffic
     cdef State state
     cdef str name
@@ -119,10 +116,10 @@ cdef class Courier:
     cdef ShiftRoute shifts
     cdef int num_routes
 
-    def __init__(self, core, communicator, handle, call):
-        self.core, self.communicator, self.mail = core, communicator, communicator.node_mail
-        self.context, self.traffic, self.state = core.context, core.context.traffic, core.progress
-        self.open_work, self.note, self.name = core.open_work, core.progress.calls.append, core.name
+    def __init__(self, Starter core not None, handle, call):
+        self.core, self.ledger, self.communicator = core, core.ledger, core.communicator
+        self.mail, self.traffic, self.state = self.communicator.node_mail, core.traffic, core.state
+        self.open_work, self.note, self.name = core.open_work, core.note, core.name
         self._handle, self._call, self.modules = handle, call, sys.modules
 
     def learn(self, Route route not None, bint sends):
@@ -194,7 +191,8 @@ cdef class Courier:
         array = None
         if route.source >= 0:  # first: where memory is lacking, nothing is sent
             array = self.core.empty((<object>x).shape, (<cnp.ndarray>x).descr, numpy, x)
-        if not self.core.post_call(call, route.plan):
+        call.number = self.ledger.started = self.ledger.started + 1
+        if self.core.post(call, route.plan):
             return None
         # Both under way at once: a ring of ranks that all send first must not wait.
         if route.dest >= 0:
@@ -213,12 +211,11 @@ cdef class Courier:
 
     cdef bint ready(self) except -1:
         """Tell whether a start needs nothing else."""
-        return not (self.closed or self.open_work.closed or self.traffic.budgets)
+        return not (self.core.ledger is None or self.open_work.closed or self.traffic.budgets)
 
     cdef count(self, int change):
         """Count a message that is sent, or begun to be received."""
-        self.context.unread += change
-        self.communicator.unread += change
+        self.ledger.unread += change
 
     cdef CallRecord new_call(self, CallRecord like):
         """Return the record of a call made here."""

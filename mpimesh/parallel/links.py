@@ -666,7 +666,7 @@ class RecvLink:
 
 def _messages(links: Links, stage: int, far: int) -> str:
     """Return the name by which both ends count what goes from a stage to another."""
-    return f"{links.group.communicator.name}, messages from stage {stage} to {far}"
+    return f"{links.group._core.full_name}, messages from stage {stage} to {far}"
 
 
 _NO_ANNOUNCEMENT = "data came where an announcement of its shape was expected"

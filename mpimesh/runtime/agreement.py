@@ -26,6 +26,7 @@ from mpimesh import errors
 from mpimesh.arguments import digest_bits, plain_text, rank_names, ranks_by_value
 from mpimesh.comm import Communicator, Steps
 from mpimesh.comm.signatures import digest_of, explained, mismatch
+from mpimesh.core.call import Ledger
 from mpimesh.core.node import Operation
 from mpimesh.errors import MismatchError, MpimeshError, TransportError, on_all_ranks
 from mpimesh.mesh import WORLD
@@ -74,11 +75,12 @@ def agree(
     """
     communicator = ranks.communicator
     progress = _progress_of(ranks)
+    ledger = progress.ledger_of(communicator)
     note = None if problem is None else [_known_kind(problem), str(problem)]
     mine = json.dumps([value, note]).encode()
-    call = what if isinstance(what, Call) else Call(what, communicator.name.rpartition("/")[2])
+    call = what if isinstance(what, Call) else Call(what, ledger.name.rpartition("/")[2])
     steps = compare(communicator, call, call.shape, mine=mine, stack=stack)
-    number, steps, look = announce(communicator, "agreement", steps, call)
+    number, steps, look = announce(ledger, "agreement", steps, call)
     request = progress.stage(communicator, steps)
     try:
         with progress.keeping(problem):
@@ -158,12 +160,12 @@ def _joint_error(notes: Mapping[int, Sequence[str]], what: object) -> Exception:
 
 
 def announce(
-    communicator: Communicator, name: str, steps: Steps, call: Call | None = None
+    ledger: Ledger, name: str, steps: Steps, call: Call | None = None
 ) -> tuple[int, Steps, Callable[[], None] | None]:
     """Count what this rank is about to start beside the collectives of a group.
 
     Args:
-        communicator: The ranks.
+        ledger: That of the ranks.
         name: What all of them start, as far as it is compared here.
         steps: What is started, when its turn has come.
         call: The call that users know it by, which messages name.
@@ -173,11 +175,11 @@ def announce(
         them; and what to call while they are waited for, which raises if a rank of this node has
         started something else; None for nothing.
     """
-    communicator.started = number = communicator.started + 1
-    node = communicator.node
-    if node is None or communicator.mail is not None:  # with checks on they compare more
+    ledger.started = number = ledger.started + 1
+    communicator, node = ledger.communicator, ledger.communicator.node
+    if node is None or ledger.mail is not None:  # with checks on they compare more
         return number, steps, None
-    group = communicator.name.rpartition("/")[2] if call is None else call.group
+    group = ledger.name.rpartition("/")[2] if call is None else call.group
     text = "" if call is None else f"{call.name}() on group {call.group!r}"
     posted: list[Operation] = []
 

@@ -79,23 +79,22 @@ class PeerExit:
     Attributes:
         why: What happened, with the rank as subject: ``"ended with exit code 3"``.
         exit_code: The exit code that the job should get from it; 0 if it left in peace.
-        family: The mesh that it left; empty for all of them.
+        mesh: The mesh that it left; empty for all of them.
         started: For each mesh of a rank that left in peace, how many collectives it has started
             on each group. It has done its part in those, and others may still wait for them.
     """
 
     why: str
     exit_code: int = 0
-    family: str = ""
+    mesh: str = ""
     started: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def ends(self, wait: Wait) -> bool:
         """Tell whether `wait`, which takes the rank that left, can no longer be done."""
-        family = wait.communicator.family
-        if self.family and self.family != family:
+        if self.mesh and self.mesh != wait.mesh:
             return False
         number = getattr(wait.what, "number", 0)
-        done = self.started.get(family, {}).get(getattr(wait.what, "group", ""), 0)
+        done = self.started.get(wait.mesh, {}).get(getattr(wait.what, "group", ""), 0)
         return not 0 < number <= done
 
 
@@ -273,46 +272,46 @@ class ControlChannels:
 
     # -- meshes ----------------------------------------------------------------------
 
-    def register_mesh(self, communicator: Communicator) -> None:
+    def register_mesh(self, communicator: Communicator) -> str:
         """Name a new mesh over the ranks of `communicator`, alike on all of them.
 
         The ranks of a mesh make all meshes over just these ranks together, so they count alike.
+
+        Returns:
+            The name; empty if the ranks have no numbers in the job.
         """
         world_ranks = job_ranks(communicator) if communicator.kind == "mpi" else ()
         if not world_ranks:
-            return
+            return ""
         key = (len(world_ranks), zlib.crc32(array("q", world_ranks).tobytes()))
         self._meshes_made[key] = self._meshes_made.get(key, 0) + 1
-        communicator.family = ":".join(map(str, (*key, self._meshes_made[key])))
-        self._meshes[communicator.family] = (world_ranks, dict)
+        mesh = ":".join(map(str, (*key, self._meshes_made[key])))
+        self._meshes[mesh] = (world_ranks, dict)
+        return mesh
 
-    def count_by(
-        self, communicator: Communicator, started: Callable[[], Mapping[str, int]]
-    ) -> None:
+    def count_by(self, mesh: str, started: Callable[[], Mapping[str, int]]) -> None:
         """Ask `started` for the number of collectives on each group of a mesh."""
-        if communicator.family in self._meshes:
-            self._meshes[communicator.family] = (self._meshes[communicator.family][0], started)
+        if mesh in self._meshes:
+            self._meshes[mesh] = (self._meshes[mesh][0], started)
 
-    def forget_mesh(self, communicator: Communicator) -> None:
+    def forget_mesh(self, mesh: str) -> None:
         """Forget a mesh that is closed, on all its ranks."""
-        if self._meshes.pop(communicator.family, None) is not None:
-            self._exits = {
-                key: exit_ for key, exit_ in self._exits.items() if key[1] != communicator.family
-            }
+        if self._meshes.pop(mesh, None) is not None:
+            self._exits = {key: exit_ for key, exit_ in self._exits.items() if key[1] != mesh}
 
     # -- leaving ---------------------------------------------------------------------
 
-    def leave_mesh(self, communicator: Communicator, error: BaseException) -> None:
+    def leave_mesh(self, mesh: str, error: BaseException) -> None:
         """Tell the other ranks of a mesh that this one leaves it by `error`, but not the job.
 
         The error may yet be caught.
         """
-        world_ranks, _ = self._meshes.pop(communicator.family, ((), None))
+        world_ranks, _ = self._meshes.pop(mesh, ((), None))
         channel = self.find(world_ranks)
         if channel is not None:
             exit_code = exit_status(error.code) if isinstance(error, SystemExit) else 0
             why = f"left the mesh by {type(error).__name__}: {error}"
-            peer_exit = PeerExit(why, exit_code, communicator.family)
+            peer_exit = PeerExit(why, exit_code, mesh)
             channel.send(Tag.PEER_EXIT, asdict(peer_exit), world_ranks)
 
     def leave(self, why: str, exit_code: int) -> None:
@@ -321,7 +320,7 @@ class ControlChannels:
         Cost:
             One message to each of them; who closes all meshes before has no need of it.
         """
-        counts = {family: dict(started()) for family, (_, started) in self._meshes.items()}
+        counts = {mesh: dict(started()) for mesh, (_, started) in self._meshes.items()}
         peer_exit = PeerExit(why, exit_code, started={} if exit_code else counts)
         for channel in self._channels:
             channel.send(Tag.PEER_EXIT, asdict(peer_exit), channel.world_ranks)
@@ -341,7 +340,7 @@ class ControlChannels:
         for channel in self._channels:
             for rank, fields in channel.receive(Tag.PEER_EXIT):
                 peer_exit = PeerExit(**fields)
-                self._exits[rank, peer_exit.family] = (peer_exit, now_s)
+                self._exits[rank, peer_exit.mesh] = (peer_exit, now_s)
 
     def check(self, wait: Wait) -> None:
         """Poll every now and then during `wait`.

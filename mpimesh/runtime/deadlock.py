@@ -114,17 +114,17 @@ class Waiting:
         started = dict(progress.counts)
         sent: dict[str, int] = {}
         received: dict[str, int] = {}
-        for name, (one, ranks) in list(progress.communicators.items()):
-            started[name] = one.started
-            if one.mail is not None and ranks:
-                sent |= _by_text(name, one.mail.sent, ranks)
-                received |= _by_text(name, one.mail.received, ranks)
+        for one in list(progress.ledgers.values()):
+            started[one.name] = one.started
+            if one.mail is not None and one.ranks:
+                sent |= _by_text(one.name, one.mail.sent, one.ranks)
+                received |= _by_text(one.name, one.mail.received, one.ranks)
         what, message = wait.what, None
         if isinstance(what, Message):
             message = (what.name, what.tag, what.count)
         return cls(
             operation=str(what),
-            among=wait.among or wait.communicator.name,
+            among=wait.among,
             number=wait.number or getattr(what, "number", 0),
             takes=awaited_ranks(wait),
             message=message,

@@ -30,7 +30,7 @@ import numpy as np
 from mpimesh.arguments import digest_text, ranks_text
 from mpimesh.comm import Communicator
 from mpimesh.comm.signatures import signature_text
-from mpimesh.core.call import Ring
+from mpimesh.core.call import Ledger, Ring
 from mpimesh.errors import SettingsError
 from mpimesh.runtime.call import Call, site_text
 
@@ -131,7 +131,7 @@ class RecordedGroup(Protocol):
     @property
     def ranks(self) -> Sequence[int]: ...
     @property
-    def communicator(self) -> Communicator: ...
+    def ledger(self) -> Ledger | None: ...
 
 
 class _Wait(Protocol):
@@ -140,6 +140,7 @@ class _Wait(Protocol):
     what: object
     communicator: Communicator
     peers: Sequence[int] | None
+    mesh: str
     since_s: float
 
 
@@ -216,7 +217,7 @@ class Recorder(Ring):
                 "record": record,
                 "number": number,
                 "group": name[:_LONGEST_NAME],
-                "mesh": communicator.family,
+                "mesh": wait.mesh,
                 "needs": ranks_text(peers[:_MOST_NEEDED]),
                 "since_s": since_s,
             }
@@ -242,14 +243,15 @@ class Recorder(Ring):
     ) -> tuple[bytes, object]:
         if len(self._texts) >= _MOST_TEXTS:
             self._texts.clear()
-        ranks = getattr(group.communicator, "world_ranks", group.ranks)
+        ledger = group.ledger
+        ranks = group.ranks if ledger is None else ledger.ranks or group.ranks
         signature = (call.name, call.rule, call.compared, call.dtype)
         members = ranks_text(ranks)
         if len(members) > _LONGEST_RANKS:
             members = f"{len(ranks)} ranks with digest {digest_text(members.encode())}"
         texts = (
             group.name[:_LONGEST_NAME],
-            group.communicator.family,
+            "" if ledger is None else ledger.mesh,
             members,
             site_text(call.site),
             digest_text(signature_text(signature).encode(errors="backslashreplace")),

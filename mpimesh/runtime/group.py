@@ -10,6 +10,7 @@ from mpimesh.arguments import as_int, as_time
 from mpimesh.arrays import Array, DTypeLike, HostArray, OpLike
 from mpimesh.comm import Communicator
 from mpimesh.comm.algorithms import AlgorithmName, Algorithms
+from mpimesh.core.call import Ledger
 from mpimesh.errors import GroupError, RankError, ShapeError, tell_elsewhere
 from mpimesh.runtime import messages, plan
 from mpimesh.runtime.group_core import GroupCore, collective
@@ -58,14 +59,14 @@ class ProcessGroup:
         self,
         name: str,
         ranks: Sequence[int],
-        communicator: Communicator | None,
+        ledger: Ledger | None,
         context: MeshContext,
         backend: Backend,
         *,
         prefer: str = "",
     ) -> None:
-        self._core = core = GroupCore(name, ranks, communicator, context, prefer)
-        self._run = core.run if core.starter is None else core.starter.run
+        self._core = core = GroupCore(name, ranks, ledger, context, prefer)
+        self._run = core.run
         self.name = name
         self.ranks = ranks
         self.size = len(ranks)
@@ -515,10 +516,9 @@ class ProcessGroup:
 
         Collective. ``resolve()`` gives None.
         """
-        starter = self._core.starter
-        if starter is None:
-            self._core.refuse("start_barrier")
-        handle: CollectiveTensor[None] = starter.barrier(label)
+        core = self._core
+        core.member("start_barrier")
+        handle: CollectiveTensor[None] = core.barrier(label)
         return handle
 
     def barrier(self, *, timeout_s: float | None = None, label: str | None = None) -> None:
@@ -597,7 +597,8 @@ class ProcessGroup:
     def alone(self) -> Self:
         """Return a group of this rank only, whose operations need no other rank. Local."""
         ranks, name = (self.world_rank,), f"{self.name}[{self.rank}]"
-        return type(self)(name, ranks, solo_communicator(), self._core.context, self.backend)
+        context = self._core.context
+        return type(self)(name, ranks, Ledger(solo_communicator()), context, self.backend)
 
     # -- the group itself ---------------------------------------------------------------------
 

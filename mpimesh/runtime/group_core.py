@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from types import GeneratorType, ModuleType
+from types import ModuleType
 from typing import Any, Concatenate, NoReturn, ParamSpec, SupportsIndex, TypeVar
 
 import numpy as np
@@ -26,9 +26,8 @@ from mpimesh.arrays import (
 )
 from mpimesh.comm import Communicator, Request, Steps, run_steps
 from mpimesh.comm.algorithms import ALGORITHM_NAMES, Algorithms, Row
-from mpimesh.comm.device_strategy import steps_in
 from mpimesh.comm.signatures import Signature, digest_of
-from mpimesh.core.call import Counter, Courier, PlanRecord, Prepared, Starter
+from mpimesh.core.call import Counter, Courier, Ledger, PlanRecord, Prepared, Starter
 from mpimesh.core.mail import Mail
 from mpimesh.core.node import Operation
 from mpimesh.errors import (
@@ -74,7 +73,7 @@ def collective(
     return guarded
 
 
-class GroupCore:
+class GroupCore(Starter[CollectiveTensor[Any]]):
     """A named, ordered set of ranks of one mesh, which starts operations and keeps account of them.
 
     A :class:`~mpimesh.ProcessGroup` has one; what mpimesh itself does among the ranks goes by it.
@@ -84,56 +83,54 @@ class GroupCore:
         ranks: Its ranks, as numbered in the mesh, in group order.
         size: How many they are.
         rank: This rank's place in `ranks`; None if it is not a member.
+        world_rank: This rank in the mesh.
         context: What all groups of the mesh share.
+        ledger: That of its communicator, which groups of the same ranks share; None where this rank
+            can start nothing.
         drop: Closes the group; None for one of the mesh's own.
         open_work: What is not resolved, of the whole mesh.
         progress: The unfinished operations of this rank.
+        checked: Whether the ranks compare each call by messages before it starts.
+        courier: Starts messages within a node; None if there are none.
         saving: The save that was started last, for which the next one waits.
     """
+
+    context: MeshContext
+    ledger: Ledger | None
+    progress: Progress
+    open_work: OpenWork
 
     def __init__(
         self,
         name: str,
         ranks: Sequence[int],
-        communicator: Communicator | None,
+        ledger: Ledger | None,
         context: MeshContext,
         prefer: str = "",
     ) -> None:
-        self.name = name
+        super().__init__(name, ledger, context, CollectiveTensor, Call, digest_of)
         self.ranks = ranks
         self.size = len(ranks)
         self._prefer = prefer
-        self.rank = None if communicator is None else communicator.rank
-        self._communicator = communicator
-        self.context = context
+        self.rank = None if ledger is None else ledger.communicator.rank
         self.world_rank = context.rank
         self._members = Members(ranks, self.rank or 0)  # no operation starts where it has none
         self._closed = False
         self.drop: Callable[[Any], None] | None = None
         self.saving: CollectiveTensor[Any] | None = None
-        # Looked up with every operation.
-        self.progress: Progress = context.world.progress
-        self.open_work: OpenWork = context.open_work
-        self._checks = context.settings.checks
-        self.starter: Starter | None = None
-        if communicator is not None:
-            if communicator.window is not None and device_ready():
-                communicator.window.mark_ready()
-            checked = bool(self._checks)
-            self.starter = Starter(self, communicator, CollectiveTensor, Call, digest_of, checked)
         self.courier: Courier | None = None
-        if communicator is not None and communicator.node_mail is not None and not self._checks:
-            self.courier = Courier(self, communicator, CollectiveTensor, Call)
-
-    @property
-    def checked(self) -> bool:
-        """True if the ranks compare each call by messages before it starts."""
-        return bool(self._checks)
+        if ledger is None:
+            return
+        window = ledger.communicator.window
+        if window is not None and device_ready():
+            window.mark_ready()
+        if ledger.communicator.node_mail is not None and not self.checked:
+            self.courier = Courier(self, CollectiveTensor, Call)
 
     @property
     def started(self) -> int:
         """Number of collectives that this rank has started among the ranks of the group."""
-        return 0 if self._communicator is None else self._communicator.started
+        return 0 if self.ledger is None else self.ledger.started
 
     @property
     def communicator(self) -> Communicator:
@@ -143,9 +140,13 @@ class GroupCore:
             RankError: If this rank is not a member.
             ClosedError: If the group or the mesh is closed.
         """
-        if self._communicator is None or self.open_work.closed:
-            self.refuse("use the communicator")
-        return self._communicator
+        communicator: Communicator = self.live("use the communicator").communicator
+        return communicator
+
+    @property
+    def full_name(self) -> str:
+        """The name of its communicator, alike on all its ranks and of no other one in the job."""
+        return self.live("use the communicator").name
 
     @property
     def closed(self) -> bool:
@@ -155,17 +156,18 @@ class GroupCore:
     def shut(self) -> None:
         """Let nothing start any more. Local."""
         self._closed = True
-        self._communicator = self.drop = None
-        if self.starter is not None:
-            self.starter.closed = True
-        if self.courier is not None:
-            self.courier.closed = True
+        self.ledger = self.drop = None
+
+    def live(self, action: str) -> Ledger:
+        """Return the ledger, or refuse `action`."""
+        if self.ledger is None or self.open_work.closed:
+            self.refuse(action)
+        return self.ledger
 
     def member(self, action: str) -> int:
         """Return this rank's place in the group, or refuse `action`."""
-        if self.rank is None or self._communicator is None or self.open_work.closed:
-            self.refuse(action)
-        return self.rank
+        self.live(action)
+        return self.rank or 0
 
     def refuse(self, action: str) -> NoReturn:
         """Raise, for this rank can start nothing here."""
@@ -186,27 +188,6 @@ class GroupCore:
 
     # -- the start of operations ---------------------------------------------------------------
 
-    def run(
-        self,
-        make: Callable[..., Plan],
-        x: Array,
-        out: Array | None,
-        label: str | None,
-        options: tuple[Any, ...],
-    ) -> CollectiveTensor:
-        """Start the collective that `make` plans; see :meth:`Starter.run`."""
-        if self.starter is None:
-            self.refuse(make.__name__.removeprefix("plan_"))
-        handle: CollectiveTensor = self.starter.run(make, x, out, label, options)
-        return handle
-
-    def submit(self, call: Call, prepared: Prepared, lock: Array | None = None) -> CollectiveTensor:
-        """Start one collective of the group in its turn; see :meth:`Starter.submit`."""
-        if self.starter is None:
-            self.refuse(call.name)
-        handle: CollectiveTensor = self.starter.submit(call, prepared, lock)
-        return handle
-
     def plan(self, make: Callable[..., Plan], data: Array, *options: Any) -> Plan:
         """Plan a collective of `data`, an array as the group moves it. Local."""
         refuse_objects(data.dtype)
@@ -225,7 +206,7 @@ class GroupCore:
         """Have the starts of a plan counted and compared. Local."""
         plan.tally = self.context.traffic.tally(name, plan.nbytes, plan.receives, self._members)
         node = self.communicator.node
-        if node is not None and not self._checks:
+        if node is not None and not self.checked:
             plan.digest = digest_of(node, signature)
 
     def received(self, plan: PlanRecord) -> tuple[int, int]:
@@ -249,41 +230,29 @@ class GroupCore:
         started: Request | Steps = getattr(self.side(library), name)(*arguments)
         return started
 
-    def followed(
-        self, begin: Callable[[], Request], after: Callable[[Request], Steps]
-    ) -> Callable[[], Steps]:
-        """Return what begins it, and gives the steps that follow."""
-        return lambda: after(begin())
-
-    def in_scope(
-        self, scope: StreamScope, begin: Callable[..., Request | Steps]
-    ) -> Callable[[], Request | Steps]:
-        """Return what begins it to go on in `scope`, wherever that is done."""
-
-        def begin_there() -> Request | Steps:
-            started: Request | Steps = scope.call(begin)
-            return steps_in(scope, started) if isinstance(started, GeneratorType) else started
-
-        return begin_there
-
-    def in_turn(
-        self, call: Call, prepared: Prepared, begin: Callable[[], Request | Steps]
-    ) -> Steps:
+    def in_turn(self, call: Call, prepared: Prepared, asks: bool) -> Steps:
         """Begin what has waited for others, unless the mesh was left meanwhile.
 
         Before that, the ranks compare the call, with checks on, and then what its plan says.
+
+        Args:
+            call: What is called.
+            prepared: The operation.
+            asks: Whether they ask each other then whether the budget of any is exceeded.
         """
-        starter, plan = self.starter, prepared.plan
-        if self._checks:
-            stack = call_stack() if self._checks > 1 else ()
+        plan = prepared.plan
+        if self.checked:
+            stack = call_stack() if self.context.settings.checks > 1 else ()
             yield from compare(self.communicator, call, call.compared, stack=stack)
-        if self.open_work.closed or starter is None:
+        if self.ledger is None or self.open_work.closed:
             self.refuse(call.name)
+        if (asks or plan.also is not None) and self.post(call, plan) and call.posted is not None:
+            yield call.posted  # whose test raises
         if plan.also is not None:
-            if starter.post(call, plan) and call.posted is not None:
-                yield call.posted  # whose test raises
             yield from plan.also(call)
-        return (yield from run_steps(partial(starter.begin, call, prepared, begin)))
+        if asks:
+            yield from self._ask_for_budget(call, plan)
+        return (yield from run_steps(partial(self.begin, call, prepared)))
 
     @collective
     def compose(
@@ -319,27 +288,25 @@ class GroupCore:
         plan = PlanRecord(nbytes, receives, unequal=True)
         return self.submit(call, Prepared(plan, begin, None, finish), lock)
 
-    def within_budget(
-        self, call: Call, prepared: Prepared
-    ) -> tuple[Callable[[], Request | Steps], bool]:
-        """Return what begins it within all budgets, and whether what it receives is counted now.
+    def asks_for_budget(self, call: Call, plan: PlanRecord) -> bool:
+        """Admit what a start receives; or tell that the ranks are to ask each other first. Local.
+
+        They may receive unequally much: one that refused alone would leave the others in an
+        exchange with its next one.
 
         Raises:
             BudgetError: If it receives more than a budget has left.
         """
-        plan, traffic = prepared.plan, self.context.traffic
+        traffic = self.context.traffic
         if plan.unequal and traffic.refuses and self.size > 1:
-            return partial(self._asking_for_budget, call, prepared), False
+            return True
         if plan.receives is not None:
             traffic.admit_by(call, plan.receives[0], self._members, plan.receives[1])
-        return prepared.begin, True
+        return False
 
-    def _asking_for_budget(self, call: Call, prepared: Prepared) -> Steps:
-        """Begin only if no rank exceeds a budget: they may receive unequally much.
-
-        One that refused alone would leave the others in an exchange with its next one.
-        """
-        traffic, side, receives = self.context.traffic, self.communicator, prepared.plan.receives
+    def _ask_for_budget(self, call: Call, plan: PlanRecord) -> Steps:
+        """Go on, and count it, only if no rank exceeds a budget."""
+        traffic, side, receives = self.context.traffic, self.communicator, plan.receives
         error: BudgetError | None = None
         if receives is not None:
             error = traffic.excess(call, receives[0], self._members, receives[1])
@@ -357,9 +324,6 @@ class GroupCore:
         if receives is not None:
             traffic.admit_by(call, receives[0], self._members, receives[1])
             traffic.count_received(call.name, receives[0], self._members, receives[1])
-        if self.starter is None:
-            self.refuse(call.name)
-        yield from run_steps(partial(self.starter.begin, call, prepared, prepared.begin))
 
     def check_algorithm(self, name: str, algorithm: str | None, *, on_device: bool = False) -> None:
         """Refuse an algorithm that a caller asks for and the group does not have. Local.
@@ -508,12 +472,12 @@ class GroupCore:
 
     def node_release(self, array: HostArray) -> None:
         """Give memory of :meth:`node_empty` back. Local, when no rank uses the array any more."""
-        if array.nbytes and self._communicator is not None and not self.open_work.closed:
-            self._communicator.release_once(array)
+        if array.nbytes and self.ledger is not None and not self.open_work.closed:
+            self.ledger.communicator.release_once(array)
 
     def lock(self, x: Array | None, call: Call) -> Callable[[], None] | None:
         """With checks on, make the input of a call read-only; return what makes it writable."""
-        if not self.context.settings.checks or not isinstance(x, np.ndarray):
+        if not self.checked or not isinstance(x, np.ndarray):
             return None
         return self.context.world.locks.lock(x, call)
 
@@ -583,15 +547,15 @@ class GroupCore:
 
         Waits a little for them to come; if they do not, they will find the note later.
         """
-        context = self.context
-        if not context.settings.checks or self._communicator is None or context.closed:
+        ledger = self.ledger
+        if not self.checked or ledger is None or self.context.closed:
             return
         note = f"raised {type(error).__name__}: {error}"
-        self._communicator.started += 1
-        steps = compare(self._communicator, call, note=note)
-        request = self.progress.stage(self._communicator, steps)
+        ledger.started += 1
+        communicator = ledger.communicator
+        request = self.progress.stage(communicator, compare(communicator, call, note=note))
         has_ended = self.progress.wait(
-            self._communicator,
+            communicator,
             lambda: request.settled,
             what=call,
             timeout_s=_POISON_WAIT_S,
@@ -628,11 +592,6 @@ class GroupCore:
         traffic.count(call.name, nbytes * (self.size - 1))
         traffic.count_received(call.name, uniform, self._members, nbytes)
 
-    def post_call(self, call: Call, plan: PlanRecord) -> bool:
-        """Number a collective that goes by messages; False if the ranks are known to differ."""
-        call.number = self.communicator.started = self.communicator.started + 1
-        return self.starter is None or not self.starter.post(call, plan)
-
     def mail_with(self, rank: int) -> Mail | None:
         """Return what moves messages to and from a rank in shared memory; None if there is none."""
         mail = self.communicator.node_mail
@@ -641,10 +600,8 @@ class GroupCore:
     def count_message(self, call: Message, nbytes: int = 0) -> None:
         """Count a message: a mesh is not to close as if one were received that was not."""
         self.context.traffic.count(call.name, nbytes)
-        communicator = self.communicator
-        change = 1 if call.name == "send" else -1
-        self.context.unread += change
-        communicator.unread += change
-        mail = communicator.mail
-        if mail is not None:
-            mail.post(call)
+        ledger = self.ledger
+        if ledger is not None:
+            ledger.unread += 1 if call.name == "send" else -1
+            if ledger.mail is not None:
+                ledger.mail.post(call)

@@ -16,6 +16,7 @@ from typing import Any
 
 from mpimesh.arguments import as_flag, shown
 from mpimesh.comm import Communicator
+from mpimesh.core.call import Ledger
 from mpimesh.errors import GroupError, MismatchError, RankError, UnresolvedError, on_all_ranks
 from mpimesh.mesh import WORLD, GroupSpec, Mesh, NamesLike
 from mpimesh.mesh.dims import parse_names
@@ -164,7 +165,7 @@ class LiveGroups:
         return [
             (family.ranks, one.name, one.mail)
             for family in self._families
-            if (one := family.communicator) is not None and one.mail is not None
+            if (one := self._ledger_of(family)) is not None and one.mail is not None
         ]
 
     @property
@@ -311,8 +312,8 @@ class LiveGroups:
     def close(self, group: ProcessGroup) -> None:
         """Drop a group of the user's. Collective over its ranks; a non-member forgets the name."""
         context, family = self._context, self._custom[group.name].family
-        communicator = family.communicator
-        if group.rank is not None and communicator is not None:
+        communicator, ledger = family.communicator, self._ledger_of(family)
+        if group.rank is not None and communicator is not None and ledger is not None:
             others = [
                 one
                 for one in self._groups.values()
@@ -320,7 +321,7 @@ class LiveGroups:
             ]
             last = family.owned and not others
             calls = context.open_work.unresolved(group._core)
-            mail = communicator.mail if last else None
+            mail = ledger.mail if last else None
             unended = refuse_unfinished(
                 group,
                 Call("close", group.name),
@@ -328,18 +329,17 @@ class LiveGroups:
                 group.ranks,
                 calls,
                 unended=context.unended,
-                unread=communicator.unread,
-                mails=[] if mail is None else [(tuple(group.ranks), communicator.name, mail)],
+                unread=ledger.unread,
+                mails=[] if mail is None else [(tuple(group.ranks), ledger.name, mail)],
             )
             if last:
                 # The communicator is kept for what nobody receives any more, not the mesh.
-                context.unread -= communicator.unread
                 with context.progress.watched(Call("close", group.name), communicator):
                     context.free(communicator, unended=unended)
                 family.communicator, family.freed = None, True
-            elif family.owned and communicator.name == context.full_name(group.name):
+            elif family.owned and ledger.name == context.full_name(group.name):
                 # Another group may get the name, and its communicator.
-                context.rename(communicator, others[0].name)
+                ledger.name = context.full_name(others[0].name)
         group._core.shut()
         del self._groups[group.name]
 
@@ -382,6 +382,11 @@ class LiveGroups:
         ]
 
     # -- helpers ---------------------------------------------------------------------
+
+    def _ledger_of(self, family: _Family) -> Ledger | None:
+        """Return the ledger of this rank's communicator in a family; None if it has none."""
+        communicator = family.communicator
+        return None if communicator is None else self._context.progress.ledger_of(communicator)
 
     def check_name(self, name: str) -> None:
         """Refuse a name that a group has, be it on other ranks only. Local, alike on all ranks.
@@ -466,13 +471,14 @@ class LiveGroups:
         family: _Family,
         asked: _Custom | None = None,
     ) -> ProcessGroup:
-        if communicator is not None and not communicator.name and communicator.size > 1:
-            self._context.adopt(communicator, name)
+        ledger = None
+        if communicator is not None:
+            ledger = self._context.adopt(communicator, name)
         forced = family.forced
         group = ProcessGroup(
             name,
             ranks,
-            communicator,
+            ledger,
             self._context,
             forced or self.backend,
             prefer=forced or "",

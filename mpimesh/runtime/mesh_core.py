@@ -145,7 +145,7 @@ class MeshCore:
         self.refuse_closed("use a group of")
         control = self.context.communicator
         backend: Backend = "mpi" if control.kind == "mpi" else "virtual"
-        return ProcessGroup("everyone", range(control.size), control, self.context, backend)
+        return ProcessGroup("everyone", range(control.size), self.context.ledger, self.context, backend)
 
     # -- making and changing: collective -------------------------------------------------------
 
@@ -188,7 +188,6 @@ class MeshCore:
             communicator=control,
             open_work=OpenWork(),
             unended=False,
-            unread=0,
         )
         fresh = self._make_groups()
         if fresh is not None:
@@ -231,10 +230,6 @@ class MeshCore:
     def _make_groups(self) -> LiveGroups | None:
         """Collective: make the groups of the world, the dims and the topology."""
         context, control, mesh = self.context, self.context.communicator, self.mesh
-        counts = context.progress.counts
-        counts["meshes"] = counts.get("meshes", 0) + 1
-        context.name = control.family or f"mesh {counts['meshes']}"
-        context.adopt(control, "everyone")
         place = mesh.offset_of(control.rank) if mesh.contains_rank(control.rank) else None
         members = control.split(None if place is None else 0, place or 0)
         if members is None:
@@ -243,7 +238,7 @@ class MeshCore:
         self._add_own_groups(groups)
         channels = context.world.channels
         if channels is not None:
-            channels.count_by(control, lambda: {} if self.groups is None else self.groups.started())
+            channels.count_by(context.name, lambda: {} if self.groups is None else self.groups.started())
         return groups
 
     def _add_own_groups(self, groups: LiveGroups) -> None:
@@ -314,7 +309,7 @@ class MeshCore:
                 # Found here, a rank that goes on while the others stop gets an answer.
                 agree(self.groups, call)
                 mails += self.groups.mails()
-            mails.append((tuple(everyone), control.name, control.mail))
+            mails.append((tuple(everyone), context.ledger.name, context.ledger.mail))
         context.unended = refuse_unfinished(
             context,
             call,

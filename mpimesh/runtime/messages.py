@@ -35,7 +35,6 @@ from mpimesh.arrays import (
 )
 from mpimesh.arrays.dtypes import as_dtype, dtype_from_json, dtype_to_json
 from mpimesh.comm import MAX_USER_TAG, WHOLE_MESSAGE_BYTES, RecvRequest, Request, Steps, run_steps
-from mpimesh.comm.device_strategy import steps_in
 from mpimesh.comm.requests import all_done
 from mpimesh.core.call import Counter, Courier, PlanRecord, Prepared, Route, ShiftRoute
 from mpimesh.core.mail import Message as NodeMessage
@@ -201,7 +200,7 @@ def send(group: GroupCore, x: Array, dest: int, tag: int, label: str | None) -> 
     request: Request
     scope = StreamScope.of(data)
     if scope is not None:
-        steps = steps_in(scope, _all_of(parcel.begin, group, dest, 2 * tag))
+        steps = scope.steps(_all_of(parcel.begin, group, dest, 2 * tag))
         # A chain that nobody else uses: sends start at once.
         request = group.progress.stage(object(), steps)
     else:
@@ -266,7 +265,7 @@ def recv(
         return result
 
     steps = all_steps()
-    request = group.progress.stage(chain, steps if scope is None else steps_in(scope, steps))
+    request = group.progress.stage(chain, steps if scope is None else scope.steps(steps))
     return CollectiveTensor(group, call, request, scope=scope)
 
 
@@ -402,7 +401,8 @@ def roll_call(group: GroupCore, timeout_s: float, label: str | None) -> None:
     call = Call("barrier", group.name, rule=f"timeout_s {timeout_s}", label=label)
     group.count_from_each(call, _NOTE_BYTES)
     # Counted by communicator: groups of the same ranks share one, and so its messages.
-    communicator.roll_calls = current = communicator.roll_calls + 1
+    ledger = group.live("barrier")
+    ledger.roll_calls = current = ledger.roll_calls + 1
     number = np.array([current])
     heard = {peer: np.zeros(1, np.int64) for peer in range(group.size) if peer != rank}
     receives: dict[int, RecvRequest] = {

@@ -120,8 +120,8 @@ class PersistentCollective(Persistent[T_co]):
         """
         group, call = self._group, self._call
         handle: CollectiveTensor[T_co] | None
-        if self._prepared is not None and group.starter is not None:
-            handle = group.starter.again(call, self._prepared)
+        if self._prepared is not None:
+            handle = group.again(call, self._prepared)
             if handle is not None:
                 return handle if self._finish is None else handle.map(self._finish)
         try:

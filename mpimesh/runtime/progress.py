@@ -12,6 +12,7 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.comm import Communicator, ProgressEngine, Request
+from mpimesh.core.call import Ledger
 
 __all__ = ["InputLocks", "KeptError", "Progress", "Wait", "put_before"]
 
@@ -31,7 +32,8 @@ class Wait:
         is_limited: Whether it ends by itself.
         number: Which of the collectives it is that are counted as `among`, where `what` does not
             tell; 0 if they are not counted.
-        among: The ranks whose collectives are counted; the communicator's if empty.
+        among: The name of the ranks whose collectives are counted.
+        mesh: The mesh, called alike on all its ranks; empty if it is none.
         since_s: Its start by :func:`time.monotonic`.
     """
 
@@ -44,6 +46,7 @@ class Wait:
     is_limited: bool = False
     number: int = 0
     among: str = ""
+    mesh: str = ""
     since_s: float = field(default_factory=time.monotonic)
 
 
@@ -76,17 +79,17 @@ class Progress(ProgressEngine):
         kept: The error that this rank is about to tell the others; None if there is none.
         current: What the rank waits for now; None if it does not. Other threads may read it.
         on_idle: Called while a wait naps; raises to end it.
-        communicators: Those of all its meshes by name, with the numbers of their ranks in the job.
+        ledgers: Those of the communicators of all its meshes, by what `id` gives for them.
         counts: What else this rank has started together with others, by name.
         background: Threads of this rank that write files, for which others may wait.
     """
 
     __slots__ = (
         "background",
-        "communicators",
         "counts",
         "current",
         "kept",
+        "ledgers",
         "on_idle",
     )
 
@@ -95,9 +98,13 @@ class Progress(ProgressEngine):
         self.current: Wait | None = None
         self.kept: KeptError | None = None
         self.on_idle: Callable[[Wait], None] | None = None
-        self.communicators: dict[str, tuple[Communicator, tuple[int, ...]]] = {}
+        self.ledgers: dict[int, Ledger] = {}
         self.counts: dict[str, int] = {}
         self.background: tuple[Background, ...] = ()
+
+    def ledger_of(self, communicator: Communicator) -> Ledger:
+        """Return the ledger of a communicator; a new one of no mesh if it is of none. Local."""
+        return self.ledgers.get(id(communicator)) or Ledger(communicator)
 
     def wait(
         self,
@@ -121,7 +128,7 @@ class Progress(ProgressEngine):
             peers: The ranks of `communicator` without which it cannot be done; None for all.
             look: Called while the rank naps; raises to end the wait.
             number: See :class:`Wait`.
-            among: See :class:`Wait`.
+            among: See :class:`Wait`; by default the ranks of `communicator`.
 
         Raises:
             PeerLostError: If a rank that it takes has left.
@@ -135,7 +142,17 @@ class Progress(ProgressEngine):
             return test()
 
         limited = timeout_s is not None
-        wait = Wait(what, communicator, peers, look, is_limited=limited, number=number, among=among)
+        ledger = self.ledger_of(communicator)
+        wait = Wait(
+            what,
+            communicator,
+            peers,
+            look,
+            is_limited=limited,
+            number=number,
+            among=among or ledger.name,
+            mesh=ledger.mesh,
+        )
         outer, self.current = self.current, wait
         watched = look is not None or self.on_idle is not None or self.recorder is not None
         idle = self._idle if watched else None
@@ -147,7 +164,9 @@ class Progress(ProgressEngine):
     @contextmanager
     def watched(self, what: object, communicator: Communicator) -> Iterator[None]:
         """Have the watchdog look after a section with calls that block."""
-        outer, self.current = self.current, Wait(what, communicator, blocking=True)
+        ledger = self.ledger_of(communicator)
+        section = Wait(what, communicator, blocking=True, among=ledger.name, mesh=ledger.mesh)
+        outer, self.current = self.current, section
         try:
             yield
         finally:

@@ -156,7 +156,6 @@ def _tell(
     prepared = Prepared(PlanRecord(), bound, None, None, group.scope_if_any())
 
     def steps(started: Operation) -> Steps:
-        call.posted = started  # as a window's operation is compared by itself
         yield started
         return (yield from after(None))
 
@@ -175,7 +174,6 @@ def _received(
     operation: Operation,
 ) -> Steps:
     """Receive this rank's block, when the root has told what it is."""
-    call.posted = operation  # as a window's operation is compared by itself
     yield Condition(lambda: operation.test() or operation.told is not None)
     operation.test()  # raises if what came is no scatter
     told = operation.told or b""

@@ -344,12 +344,12 @@ class Notice:
 
     def _elsewhere(self, rank: int) -> str:
         """Return what a rank of the job has started that this one has not; empty if not known."""
-        communicators = {} if self._progress is None else dict(self._progress.communicators)
-        for name, (communicator, ranks) in communicators.items():
-            if rank in ranks:
-                last, text = _last_started(communicator).get(ranks.index(rank), (0, ""))
-                if last > communicator.started:
-                    group = name.rpartition("/")[2]
+        ledgers = [] if self._progress is None else list(self._progress.ledgers.values())
+        for one in ledgers:
+            if rank in one.ranks:
+                last, text = _last_started(one.communicator).get(one.ranks.index(rank), (0, ""))
+                if last > one.started:
+                    group = one.name.rpartition("/")[2]
                     return f"in {text} on group {group!r}, which this rank has not started"
         return ""
 

@@ -20,6 +20,7 @@ from mpimesh.arguments import as_flag, as_function, as_int, shown
 from mpimesh.arrays import HostArray, aligned_bytes
 from mpimesh.arrays.memory import POOLED_FROM_BYTES, ArrayPool
 from mpimesh.comm import Communicator, VirtualWorld, run_steps, virtual_communicators
+from mpimesh.core.call import Ledger
 from mpimesh.core.node import MOST_RANKS
 from mpimesh.errors import (
     ClosedError,
@@ -128,23 +129,25 @@ class World:
             # Before anything can go wrong: from here on, a failure of one rank ends the job.
             self._watch(settings)
             comm = _mpi_communicator(comm)
-            comm.owner = f"the mesh made at {site_text(call_site())}"
         # Making one waits inside the transport, where nothing else moves. A rank that is still in
         # an operation, and needs this rank for it, comes first.
-        among, number, look = comm.name, 0, None
+        ledger, number, look = self.progress.ledger_of(comm), 0, None
+        among = ledger.name
         steps = run_steps(comm.barrier)
         if of_job:
             among = "the job"
             self.progress.counts[among] = number = self.progress.counts.get(among, 0) + 1
-        elif comm.name:
-            number, steps, look = announce(comm, "DeviceMesh", steps)
+        elif among:
+            number, steps, look = announce(ledger, "DeviceMesh", steps)
         what = "the other ranks, to make a mesh"
         barrier = self.progress.stage(comm, steps)
         self.progress.wait(comm, barrier, what=what, number=number, among=among, look=look)
         with self.progress.watched(Call("DeviceMesh", WORLD), comm):
             duplicate = self._duplicate(comm, settings)
-        if self.channels is not None:
-            self.channels.register_mesh(duplicate)
+        counts = self.progress.counts
+        counts["meshes"] = number = counts.get("meshes", 0) + 1
+        mesh = "" if self.channels is None else self.channels.register_mesh(duplicate)
+        open_ledger(self.progress, duplicate, settings, mesh or f"mesh {number}", "everyone")
         return duplicate
 
     def _duplicate(self, comm: Communicator, settings: Settings) -> Communicator:
@@ -172,6 +175,7 @@ class World:
                 f"{duplicate.rank} of {duplicate.size}"
             )
         duplicate.engine = self.progress
+        duplicate.belong_to(f"the mesh made at {site_text(call_site())}")
         if duplicate.kind != "mpi":
             return duplicate
         # Imported late: importing them starts MPI.
@@ -234,13 +238,11 @@ class MeshContext:
         open_work: Started and not yet resolved.
         forked: It is that of the parent process: here, in a forked child, nobody may use it.
         unended: Whether something may be under way that no rank waits for any more.
-        unread: Messages that this rank has sent, less those that it has begun to receive.
         before_close: Called, once, before the communicators of the mesh go: collective, and alike
             on all its ranks.
         traffic: What this rank has handed to the transport.
         tracer: Where events go.
         links: Speeds of bytes from rank to rank, the same on all ranks.
-        name: What the ranks of the mesh call it, alike on all of them.
     """
 
     world: World
@@ -250,12 +252,10 @@ class MeshContext:
     open_work: OpenWork = field(default_factory=OpenWork)
     forked: bool = False
     unended: bool = False
-    unread: int = 0
     before_close: list[Callable[[], None]] = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
     tracer: Tracer = NULL_TRACER
     links: LinkCosts = DEFAULT_LINK_COSTS
-    name: str = ""
 
     def __post_init__(self) -> None:
         """Remember the mesh, so that a forked child lets go of it."""
@@ -276,27 +276,39 @@ class MeshContext:
         """The unfinished operations of this rank."""
         return self.world.progress
 
+    @property
+    def ledger(self) -> Ledger:
+        """That of the communicator of all ranks."""
+        return self.progress.ledger_of(self.communicator)
+
+    @property
+    def name(self) -> str:
+        """What the ranks of the mesh call it, alike on all of them."""
+        return self.ledger.mesh
+
+    @property
+    def unread(self) -> int:
+        """Messages that this rank has sent, less those that it has begun to receive."""
+        mesh, ledgers = self.name, self.progress.ledgers.values()
+        return sum(one.unread for one in ledgers if one.mesh == mesh)
+
     # -- communicators -----------------------------------------------------------------------
 
-    def adopt(self, communicator: Communicator, name: str) -> None:
-        """Take in a communicator of the mesh, which all its ranks call by `name`."""
-        communicator.name = self.full_name(name)
-        communicator.engine = self.progress
-        communicator.mail = Mail() if self.settings.checks else None
-        ranks = tuple(getattr(communicator, "world_ranks", ()))
-        self.progress.communicators[communicator.name] = communicator, ranks
+    def adopt(self, communicator: Communicator, name: str) -> Ledger:
+        """Take a communicator of the mesh in, and return its ledger.
+
+        Args:
+            communicator: The communicator; of one rank, it has no ledger that is looked for.
+            name: What all its ranks call it; it keeps the name that it has.
+        """
+        ledger = self.progress.ledger_of(communicator)
+        if ledger.name or communicator.size == 1:
+            return ledger
+        return open_ledger(self.progress, communicator, self.settings, self.name, name)
 
     def full_name(self, name: str) -> str:
         """Return what a communicator is called of which the mesh's name is `name`. Local."""
         return f"{self.name}/{name}"
-
-    def rename(self, communicator: Communicator, name: str) -> None:
-        """Call a communicator of the mesh by another name, on all its ranks alike."""
-        communicators = self.progress.communicators
-        entry = communicators.pop(communicator.name, None)
-        communicator.name = self.full_name(name)
-        if entry is not None:
-            communicators[communicator.name] = entry
 
     def free(self, communicator: Communicator, *, unended: bool | None = None) -> None:
         """Give a communicator of the mesh back. Collective over it.
@@ -305,24 +317,27 @@ class MeshContext:
             communicator: The communicator.
             unended: Whether something may be under way on it; None for what is known of the mesh.
         """
-        self.progress.communicators.pop(communicator.name, None)
-        communicator.unended = self.unended if unended is None else unended
-        communicator.free()
+        self.progress.ledgers.pop(id(communicator), None)
+        if self.unended if unended is None else unended:
+            communicator.abandon()
+        else:
+            communicator.free()
 
     def give_back(self) -> None:
         """Give the communicator of all ranks back, the last one. Collective over it."""
+        name = self.name
         self.free(self.communicator)
         if self.world.channels is not None:
-            self.world.channels.forget_mesh(self.communicator)
+            self.world.channels.forget_mesh(name)
 
     def leave(self, error: BaseException) -> None:
         """Stop using the mesh on this rank alone, by an error that may yet be caught."""
         self.closed = True
-        communicators = self.progress.communicators
-        for name in [name for name in communicators if name.startswith(f"{self.name}/")]:
-            del communicators[name]
+        name, ledgers = self.name, self.progress.ledgers
+        for key in [key for key, one in ledgers.items() if one.mesh == name]:
+            del ledgers[key]
         if self.world.channels is not None:
-            self.world.channels.leave_mesh(self.communicator, error)
+            self.world.channels.leave_mesh(name, error)
 
     @property
     def why_closed(self) -> str:
@@ -333,6 +348,18 @@ class MeshContext:
                 "start children before MPI, or by spawn"
             )
         return "its mesh is closed"
+
+
+def open_ledger(
+    progress: Progress, communicator: Communicator, settings: Settings, mesh: str, name: str
+) -> Ledger:
+    """Open the ledger of a communicator, by which this rank's starts on it are counted. Local."""
+    communicator.engine = progress
+    ranks = tuple(getattr(communicator, "world_ranks", ()))
+    mail = Mail() if settings.checks else None
+    ledger = Ledger(communicator, mesh, f"{mesh}/{name}", ranks, mail)
+    progress.ledgers[id(communicator)] = ledger
+    return ledger
 
 
 _OF_THIS_PROCESS: WeakSet[MeshContext] = WeakSet()

@@ -45,6 +45,6 @@ class Alone(DeviceCommunicator):
         steps = strategy.stream.run(lambda: strategy.recv(data, source, tag))
         return self._engine.stage(object(), steps)
 
-    def free(self) -> None:
-        super().free()
+    def free(self, *, unended: bool = False) -> None:
+        super().free(unended=unended)
         self.strategy.free()

@@ -164,7 +164,7 @@ def test_of_a_mesh_that_was_left_or_moved_nothing_is_kept(comm):
         world = first._core.context.world
         assert world.channels is not None
         meshes = set(world.channels._meshes)
-        names = set(world.progress.communicators)
+        names = set(world.progress.ledgers)
 
         def left():
             with mm.DeviceMesh("x=-1", comm) as mesh:
@@ -176,5 +176,5 @@ def test_of_a_mesh_that_was_left_or_moved_nothing_is_kept(comm):
         with mm.DeviceMesh("x=-1", comm) as mesh:
             mesh.set_comm(comm.Dup())
             assert mesh.group().all_reduce(1).resolve() == comm.size
-        assert set(world.progress.communicators) == names
+        assert set(world.progress.ledgers) == names
         assert set(world.channels._meshes) == meshes

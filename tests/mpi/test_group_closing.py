@@ -44,7 +44,7 @@ def make_and_drop(mesh, number):
 def churn(comm, count):
     with mm.DeviceMesh("x=-1", comm) as mesh:
         world = mesh._core.context.world
-        before = set(world.progress.communicators)
+        before = set(world.progress.ledgers)
         for number in range(64):
             make_and_drop(mesh, number)
         gc.collect()
@@ -56,7 +56,7 @@ def churn(comm, count):
         took_s = time.perf_counter() - start_s
         gc.collect()
         mesh.add_group("last", [0]).close()
-        assert set(world.progress.communicators) == before
+        assert set(world.progress.ledgers) == before
         assert mesh._core.groups is not None
         assert mesh.group_names == ["world", "x"]
         assert len(mesh._core.groups._families) <= 2

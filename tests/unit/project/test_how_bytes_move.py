@@ -74,7 +74,7 @@ def test_an_all_reduce_goes_the_way_it_tells():
     )
     assert told == ["all_reduce", "Plan.bind", "CollectiveTensor._settle"]
     way = ["ProcessGroup.all_reduce", "Plan.bind", "NodeCommunicator.prepare"]
-    way.append("GroupCore.within_budget")
+    way.append("GroupCore.asks_for_budget")
     assert [name for name in plain if name in way] == way
-    way = ["PersistentCollective.start", "GroupCore.within_budget"]
+    way = ["PersistentCollective.start", "GroupCore.asks_for_budget"]
     assert [name for name in persistent if name in [*way, "Plan.bind"]] == way

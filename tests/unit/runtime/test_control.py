@@ -19,9 +19,7 @@ from mpimesh.runtime.world import solo_communicator
 def waiting(number: int) -> Wait:
     call = Call("reduce", "dp", rule="sum, root 0")
     call.number = number
-    communicator = solo_communicator()
-    communicator.family = "m"
-    return Wait(call, communicator)
+    return Wait(call, solo_communicator(), mesh="m")
 
 
 def test_json_can_say_an_exit():
@@ -33,8 +31,8 @@ def test_json_can_say_an_exit():
     ("peer_exit", "number", "ends"),
     [
         (PeerExit("left"), 3, True),
-        (PeerExit("left", family="m"), 3, True),
-        (PeerExit("left", family="another mesh"), 3, False),
+        (PeerExit("left", mesh="m"), 3, True),
+        (PeerExit("left", mesh="another mesh"), 3, False),
         # It has started the third collective, or more: it did its part in it.
         (PeerExit("left", started={"m": {"dp": 3}}), 3, False),
         (PeerExit("left", started={"m": {"dp": 9}}), 3, False),

@@ -29,8 +29,9 @@ from tests.helpers.raises import names
 
 
 def group_of(name="world", size=4):
-    side = SimpleNamespace(world_ranks=list(range(size)), size=size, family="m1")
-    return SimpleNamespace(name=name, communicator=side, ranks=range(size))
+    side = SimpleNamespace(world_ranks=list(range(size)), size=size)
+    ledger = SimpleNamespace(ranks=side.world_ranks, mesh="m1")
+    return SimpleNamespace(name=name, communicator=side, ledger=ledger, ranks=range(size))
 
 
 def call_of(number, name="all_reduce", shape=(3,)):
@@ -89,11 +90,11 @@ def test_a_wait_stands_in_the_ring_until_it_ends(tmp_path):
     recorder, group = Recorder(tmp_path, 0, 4), group_of()
     call = call_of(1)
     recorder.start(group, call, 24)
-    recorder.wait(Wait(call, group.communicator, None))
+    recorder.wait(Wait(call, group.communicator, None, mesh="m1"))
     found = read_records(tmp_path)[0][0]
     assert found.wait["needs"] == "0-3"
     assert found.entries[0].state == "waited for"
-    recorder.wait(Wait("a message", group.communicator, [2]))
+    recorder.wait(Wait("a message", group.communicator, [2], mesh="m1"))
     assert read_records(tmp_path)[0][0].wait["needs"] == "2"
     recorder.wait(None)
     assert read_records(tmp_path)[0][0].wait == {}
@@ -199,12 +200,12 @@ def test_a_report_names_the_circle_and_who_left_nothing():
 @pytest.mark.parametrize("ranks", [range(0, 2048, 8), [n * n for n in range(200)]])
 def test_an_operation_of_a_large_group_is_whole(tmp_path, ranks):
     group = group_of()
-    group.communicator.world_ranks = [*ranks]
+    group.communicator.world_ranks = group.ledger.ranks = [*ranks]
     recorder = Recorder(tmp_path, 0, 1)
     call = call_of(1)
     recorder.start(group, call, 24)
-    communicator: Any = SimpleNamespace(world_ranks=[*ranks], size=len(ranks), family="m1")
-    recorder.wait(Wait("\u00e4" * 3000, communicator))
+    communicator: Any = SimpleNamespace(world_ranks=[*ranks], size=len(ranks))
+    recorder.wait(Wait("\u00e4" * 3000, communicator, mesh="m1"))
     (entry,) = read_records(tmp_path)[0][0].entries
     recorder.finish(failed=True)
     assert entry.digest
@@ -251,7 +252,7 @@ def test_a_damaged_record_is_left_out_and_named(at, as_json):
             recorder = Recorder(Path(folder), rank, 2)
             for number in range(1, 4):
                 recorder.start(group_of(size=2), call_of(number), 24)
-            recorder.wait(Wait(call_of(3), group_of(size=2).communicator, None))
+            recorder.wait(Wait(call_of(3), group_of(size=2).communicator, None, mesh="m1"))
             if as_json:
                 recorder.finish(failed=True)
         path = Path(folder) / ("rank-1.json" if as_json else "rank-1.ring")
@@ -303,7 +304,7 @@ def test_a_long_name_leaves_room_for_what_was_called(tmp_path, length):
     call = call_of(1)
     call.group = group.name
     recorder.start(group, call, 24)
-    recorder.wait(Wait(call, group.communicator, None))
+    recorder.wait(Wait(call, group.communicator, None, mesh="m1"))
     found = read_records(tmp_path)[0][0]
     assert found.entries[0].site
     names(found.entries[0].signature, "all_reduce", "(3,)")

@@ -12,12 +12,10 @@ from mpimesh.runtime.watchdog import RankState, missing_ranks, operation_key, wa
 from mpimesh.runtime.world import solo_communicator
 
 
-def waiting(number: int = 3, *, peers: tuple[int, ...] | None = None, family: str = "m") -> Wait:
+def waiting(number: int = 3, *, peers: tuple[int, ...] | None = None, mesh: str = "m") -> Wait:
     call = Call("reduce", "dp", rule="sum, root 0")
     call.number = number
-    communicator = solo_communicator()
-    communicator.family = family
-    return Wait(call, communicator, peers)
+    return Wait(call, solo_communicator(), peers, mesh=mesh)
 
 
 def among(wait: Wait, *world_ranks: int) -> Wait:

@@ -411,13 +411,14 @@ def test_what_may_be_under_way_keeps_its_communicator_and_memory(unended, monkey
         x = device(numbers(comm.rank, 5, "f4"))
         finish(comm, dev_comm.all_reduce(None, x, "sum"))
         finish(comm, comm.barrier())
-        comm.unended = unended
         host: Any = dev_comm._host
         freed: list[str] = []
         for strategy in dev_comm._strategies:
             monkeypatch.setattr(strategy, "free", partial(freed.append, strategy.name))
-        dev_comm.free()
-        assert host.unended == unended
+        left: list[str] = []
+        monkeypatch.setattr(host, "abandon", partial(left.append, "host"))
+        dev_comm.free(unended=unended)
+        assert bool(left) == unended
         assert ("cuda_ipc" in freed) != unended
         assert "nccl" in freed
 

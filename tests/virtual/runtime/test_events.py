@@ -56,9 +56,9 @@ def test_offsets_undo_the_skew_of_each_host(monkeypatch, hosts):
 
 def test_one_host_needs_no_message(monkeypatch):
     def body(mesh, clock):
-        before = mesh.group().communicator.started
+        before = mesh.group()._core.started
         offsets_s = clock_offsets(mesh, clock=clock)
-        return offsets_s, mesh.group().communicator.started - before
+        return offsets_s, mesh.group()._core.started - before
 
     results = on_hosts(monkeypatch, ["second"] * 3, body)
     assert results == [({0: 0.0, 1: 0.0, 2: 0.0}, 0)] * 3

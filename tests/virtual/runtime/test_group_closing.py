@@ -92,7 +92,7 @@ def test_nothing_is_kept_of_dropped_groups():
     def main():
         with mm.DeviceMesh("a=2,b=2") as mesh:
             world = current_world()
-            kept = set(world.progress.communicators)
+            kept = set(world.progress.ledgers)
             for number in range(50):
                 for name, options in (
                     ("turned", {"ranks": [3, 1, 0]}),
@@ -103,7 +103,7 @@ def test_nothing_is_kept_of_dropped_groups():
                         if group.rank is not None:
                             group.all_reduce(np.ones(1)).resolve()
             mesh.add_group("last", [0]).close()
-            assert set(world.progress.communicators) == kept
+            assert set(world.progress.ledgers) == kept
             assert mesh._core.groups is not None
             assert len(mesh._core.groups._custom) <= 1
             assert len(mesh._core.groups._families) <= 4
