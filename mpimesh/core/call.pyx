@@ -507,11 +507,13 @@ cdef class Starter:
 
     Attributes:
         checked: Whether the ranks compare each call by messages before it starts.
+        rank: This rank's place in the group; None if it is not a member.
         progress: The unfinished operations of this rank.
         open_work: What is not resolved, of the whole mesh.
     """
 
     cdef public object context, progress
+    cdef readonly object rank
     cdef public str name
     cdef public Ledger ledger
     cdef public OpenWork open_work
@@ -533,6 +535,7 @@ cdef class Starter:
         self.digest, self._handle, self._call, self.plans = digest, handle, call, {}
         if ledger is not None:
             self.communicator, self.window = ledger.communicator, ledger.communicator.window
+            self.rank = self.communicator.rank
             self.node = None if self.checked else ledger.communicator.node
 
     def run(self, make, x, out, label, tuple options):
@@ -564,9 +567,31 @@ cdef class Starter:
         except Exception as error:
             self.fail(make.__name__[5:], error)
 
+    def scatter(self, make, x, out, label, tuple options):
+        """Start a scatter that `make` plans, as one alike was started; None if that takes more.
+
+        Args:
+            make, label, options: As of :meth:`run`; the root comes first.
+            x: The caller's array, which only the root reads.
+            out: The caller's array for the result.
+        """
+        cdef PlanRecord plan
+        mine = x if options[0] == self.rank else out
+        if type(mine) is not cnp.ndarray or label is not None or (mine is not x and "cupy" in sys.modules):
+            return None
+        try:
+            plan = self.find(make, mine, options)
+            if plan is None or plan.bound is None:
+                return None
+            return self.start(plan, <cnp.ndarray>mine, out)
+        except Exception as error:
+            self.fail("scatter", error)
+
     def barrier(self, label):
         """Start a barrier."""
         cdef Prepared prepared = self._barrier
+        if self.ledger is None or self.open_work.closed:
+            self.refuse("start_barrier")
         if prepared is None:
             prepared = self._barrier = self.plan_barrier()
         if label is None and type(prepared.begin) is Bound and self.ready():

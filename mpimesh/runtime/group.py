@@ -15,7 +15,7 @@ from mpimesh.errors import GroupError, RankError, ShapeError, tell_elsewhere
 from mpimesh.runtime import messages, plan
 from mpimesh.runtime.group_core import GroupCore, collective
 from mpimesh.runtime.persistent import Persistent, planning
-from mpimesh.runtime.scatter import scatter
+from mpimesh.runtime.scatter import plan_scatter, scatter
 from mpimesh.runtime.work import CollectiveTensor
 from mpimesh.runtime.world import MeshContext, solo_communicator
 
@@ -377,7 +377,10 @@ class ProcessGroup:
         """
         core, is_group = self._core, isinstance(self, ProcessGroup)
         if is_group:
-            return _scatter(core, x, root=root, axis=axis, sizes=sizes, out=out, label=label)
+            handle = core.scatter(plan_scatter, x, out, label, (root, axis, sizes))
+            if handle is None:
+                return _scatter(core, x, root, axis, sizes, out, label)
+            return handle
         mine: Array | None = out if x is None else x
         if mine is None or (x is None and core.rank == root):
             raise ShapeError(
@@ -516,10 +519,7 @@ class ProcessGroup:
 
         Collective. ``resolve()`` gives None.
         """
-        core = self._core
-        core.member("start_barrier")
-        handle: CollectiveTensor[None] = core.barrier(label)
-        return handle
+        return self._core.barrier(label)
 
     def barrier(self, *, timeout_s: float | None = None, label: str | None = None) -> None:
         """Wait until every rank of the group has come.

@@ -112,7 +112,6 @@ class GroupCore(Starter[CollectiveTensor[Any]]):
         self.ranks = ranks
         self.size = len(ranks)
         self._prefer = prefer
-        self.rank = None if ledger is None else ledger.communicator.rank
         self.world_rank = context.rank
         self._members = Members(ranks, self.rank or 0)  # no operation starts where it has none
         self._closed = False

@@ -62,7 +62,9 @@ class PlanningGroup(Protocol):
     """A group as far as plans are made for it: its core has it all."""
 
     size: int
-    rank: int | None
+
+    @property
+    def rank(self) -> int | None: ...
 
     @property
     def communicator(self) -> Communicator: ...

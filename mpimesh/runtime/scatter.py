@@ -35,7 +35,7 @@ from mpimesh.runtime.work import CollectiveTensor
 if TYPE_CHECKING:
     from mpimesh.runtime.group_core import GroupCore
 
-__all__ = ["scatter"]
+__all__ = ["plan_scatter", "scatter"]
 
 _BY_STEPS = b"steps"
 """Told of an array on a device, if all ranks take memory of devices: it goes by steps."""
@@ -47,7 +47,6 @@ _BLOCK: Any = np.empty(0, np.uint8)
 def scatter(
     group: GroupCore,
     x: Array | None,
-    *,
     root: int,
     axis: int,
     sizes: Sequence[int] | None,
