@@ -67,8 +67,10 @@ class Ring:
 
 class State:
     recorder: Any
-    calls: Any
     tails: dict[Any, Any]
+    @property
+    def calls(self) -> list[Any]: ...
+    def note(self, call: CallRecord) -> None: ...
 
 class OpenWork:
     closed: bool

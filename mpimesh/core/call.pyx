@@ -13,7 +13,6 @@ from mpimesh.core.node cimport (
 )
 
 import sys
-from collections import deque
 from types import CodeType, GeneratorType, GenericAlias
 
 import numpy
@@ -40,6 +39,7 @@ OWN = ("mpimesh.", "numpy.", "contextlib")
 """Modules whose frames are no place of the program; operators of a split array come by NumPy's mixin."""
 cdef tuple _OWN = OWN
 cdef object _last_own = None  # the module whose function most calls come by
+cdef object _last_outside = None  # the module that most calls come from
 
 
 cdef object _place(int *offset):
@@ -47,16 +47,20 @@ cdef object _place(int *offset):
     cdef PyFrameObject *frame = PyEval_GetFrame()
     cdef PyFrameObject *back
     cdef bint owned = False
-    global _last_own
+    global _last_own, _last_outside
     while True:
         module = PyFrame_GetGlobals(frame)
         back = NULL
+        if module is _last_outside:
+            break
         if module is _last_own:
             back = PyFrame_GetBack(frame)
         else:
             name = (<dict>module).get("__name__", "")
             if type(name) is str and (<str>name).startswith(_OWN):
                 back, _last_own = PyFrame_GetBack(frame), module
+            else:
+                _last_outside = module
         if back == NULL:
             break
         if owned:
@@ -191,21 +195,34 @@ cdef class Limits:
         self.budgets = ()
 
 
+cdef enum: LAST_CALLS = 8
+
+
 cdef class State:
     """What a rank has under way, as far as every start and every end looks at it.
 
     Attributes:
         recorder: Writes all that it starts into the flight record; None if there is none.
-        calls: What it started last, the latest last.
         tails: The last unfinished operation of each chain that has one.
     """
 
     cdef public Ring recorder
-    cdef public object calls
     cdef public dict tails
+    cdef list _calls
+    cdef Py_ssize_t _at
 
     def __cinit__(self):
-        self.calls, self.tails = deque(maxlen=8), {}
+        self._calls, self.tails = [None] * LAST_CALLS, {}
+
+    cpdef note(self, CallRecord call):
+        """Note that this was started."""
+        self._calls[self._at] = call
+        self._at = (self._at + 1) % LAST_CALLS
+
+    @property
+    def calls(self):
+        """What it started last, the latest last."""
+        return [call for call in self._calls[self._at:] + self._calls[:self._at] if call is not None]
 
 
 # -- handles --------------------------------------------------------------------------------------
@@ -311,7 +328,7 @@ cdef class Handle:
         self._value, self._scope, self._operand = value, scope, operand
         self._work, self._state = group.open_work, group.progress
         self._work.add(self)
-        self._state.calls.append(call)
+        self._state.note(call)
         if self._state.recorder is not None:
             self._state.recorder.start(group, call, nbytes)
 
@@ -518,7 +535,7 @@ cdef class Starter:
     cdef public Ledger ledger
     cdef public OpenWork open_work
     cdef readonly bint checked
-    cdef object communicator, note, digest, _handle, _call
+    cdef object communicator, digest, _handle, _call
     cdef Limits traffic
     cdef State state
     cdef Window window, node
@@ -531,7 +548,7 @@ cdef class Starter:
     def __init__(self, str name, Ledger ledger, context, handle, call, digest):
         self.name, self.ledger, self.context, self.checked = name, ledger, context, bool(context.settings.checks)
         self.progress = self.state = context.progress
-        self.note, self.traffic, self.open_work = self.state.calls.append, context.traffic, context.open_work
+        self.traffic, self.open_work = context.traffic, context.open_work
         self.digest, self._handle, self._call, self.plans = digest, handle, call, {}
         if ledger is not None:
             self.communicator, self.window = ledger.communicator, ledger.communicator.window
@@ -804,7 +821,7 @@ cdef class Starter:
         plan.tally.started += 1
         handle._work, handle._state = self.open_work, self.state
         self.open_work.add(handle)
-        self.note(call)
+        self.state.note(call)
         return handle
 
 

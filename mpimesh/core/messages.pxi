@@ -106,7 +106,7 @@ cdef class Courier:
 
     cdef Starter core
     cdef Ledger ledger
-    cdef object communicator, note, _handle, _call, modules
+    cdef object communicator, _handle, _call, modules
     cdef Limits traffic
     cdef State state
     cdef str name
@@ -119,7 +119,7 @@ cdef class Courier:
     def __init__(self, Starter core not None, handle, call):
         self.core, self.ledger, self.communicator = core, core.ledger, core.communicator
         self.mail, self.traffic, self.state = self.communicator.node_mail, core.traffic, core.state
-        self.open_work, self.note, self.name = core.open_work, core.note, core.name
+        self.open_work, self.name = core.open_work, core.name
         self._handle, self._call, self.modules = handle, call, sys.modules
 
     def learn(self, Route route not None, bint sends):
@@ -236,5 +236,5 @@ cdef class Courier:
         route.counter.started += 1
         handle._work, handle._state = self.open_work, self.state
         self.open_work.add(handle)
-        self.note(call)
+        self.state.note(call)
         return handle

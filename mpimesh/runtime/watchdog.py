@@ -508,7 +508,7 @@ class Watchdog:
             recorder, current = self._progress.recorder, self._progress.current
             if recorder is None:
                 if self._progress.calls:
-                    write_error(self._rank, last_words(list(self._progress.calls)))
+                    write_error(self._rank, last_words(self._progress.calls))
             else:
                 if current is not None:
                     recorder.wait(current)

@@ -29,13 +29,14 @@ def in_operation(wait: Wait, waited_s: float) -> RankState:
 
 
 def test_a_rank_in_no_operation():
-    progress = Progress()
-    calls: Any = progress.calls
-    calls.append("a barrier")
+    progress, last = Progress(), Call("barrier", "dp")
+    for call in (*[Call("all_reduce", "dp")] * 10, last):
+        progress.note(call)
+    assert len(progress.calls) == 8 and progress.calls[-1] is last
     state = RankState.of(progress, threading.get_ident())
     here = f"{__file__}:"
     assert state.text().startswith(f"in no operation of mpimesh, at {here}")
-    assert state.text().endswith("; started last: a barrier")
+    assert state.text().endswith(f"; started last: {last}")
     assert RankState.of(progress, None).at == ""
     assert RankState.of(progress, None, ended=True).text() == "has ended its program"
 
