@@ -115,7 +115,7 @@ class Communicator(ABC):
         """
         raise NotImplementedError
 
-    def release_once(self, memory: HostArray) -> None:
+    def release_once(self, memory: HostArray) -> None:  # noqa: B027 - most keep none
         """Keep memory no more that this rank has offered, now that no other one reads it. Local."""
 
     def averages(self, nbytes: int) -> bool:
@@ -270,7 +270,7 @@ class Communicator(ABC):
             idle: Called before each nap, to look for news that end the wait by raising.
         """
 
-    def stir(self) -> None:
+    def stir(self) -> None:  # noqa: B027 - most see all that moves
         """Let a wait of this rank look again soon: something moves that this transport cannot see.
 
         A request calls it whose :meth:`~Request.test` asks a device and not this communicator.
@@ -286,7 +286,7 @@ class Communicator(ABC):
         if device is not None:
             device.free(unended=unended)
 
-    def belong_to(self, owner: str) -> None:
+    def belong_to(self, owner: str) -> None:  # noqa: B027 - only MPI runs out of them
         """Note whose it, and what is split from it, is, for messages of errors. Local."""
 
     @abstractmethod
@@ -313,7 +313,7 @@ class Communicator(ABC):
     def free(self) -> None:
         """Collective: give the communicator's resources back. A second call does nothing."""
 
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027 - most keep what they have
         """Collective: free it but for what an operation may use that no rank waits for any more."""
 
     @abstractmethod

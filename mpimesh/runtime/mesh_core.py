@@ -143,9 +143,9 @@ class MeshCore:
     def everyone(self) -> ProcessGroup:
         """The group of all ranks of `comm`, in their order, also those that the mesh leaves out."""
         self.refuse_closed("use a group of")
-        control = self.context.communicator
+        context, control = self.context, self.context.communicator
         backend: Backend = "mpi" if control.kind == "mpi" else "virtual"
-        return ProcessGroup("everyone", range(control.size), self.context.ledger, self.context, backend)
+        return ProcessGroup("everyone", range(control.size), context.ledger, context, backend)
 
     # -- making and changing: collective -------------------------------------------------------
 
@@ -238,7 +238,9 @@ class MeshCore:
         self._add_own_groups(groups)
         channels = context.world.channels
         if channels is not None:
-            channels.count_by(context.name, lambda: {} if self.groups is None else self.groups.started())
+            channels.count_by(
+                context.name, lambda: {} if self.groups is None else self.groups.started()
+            )
         return groups
 
     def _add_own_groups(self, groups: LiveGroups) -> None:

@@ -32,7 +32,8 @@ def test_a_rank_in_no_operation():
     progress, last = Progress(), Call("barrier", "dp")
     for call in (*[Call("all_reduce", "dp")] * 10, last):
         progress.note(call)
-    assert len(progress.calls) == 8 and progress.calls[-1] is last
+    assert len(progress.calls) == 8
+    assert progress.calls[-1] is last
     state = RankState.of(progress, threading.get_ident())
     here = f"{__file__}:"
     assert state.text().startswith(f"in no operation of mpimesh, at {here}")
