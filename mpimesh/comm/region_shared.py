@@ -61,6 +61,7 @@ from typing import NamedTuple, Self, cast
 import numpy as np
 
 from mpimesh.arrays.namespace import DType, HostArray
+from mpimesh.caches import Cache
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Moved, ProgressEngine
 from mpimesh.comm.region_messages import MessageExchange
@@ -213,7 +214,7 @@ class SharedRegions:
         self._engine = engine
         self._chain = chain
         self._here = here
-        self._plans: dict[tuple[Regions, Kind, Kind], _Plan] = {}
+        self._plans: Cache[tuple[Regions, Kind, Kind], _Plan] = Cache(_MOST_PLANS)
 
     def prepare(
         self,
@@ -241,8 +242,6 @@ class SharedRegions:
         plan = self._plans.get(key)
         if plan is None:
             check_regions(regions, rank, size, source, target)
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
             plan = self._plans[key] = _Plan(self.window, self._here, regions, source, target)
         else:
             check_contiguous(rank, source, target)
@@ -377,8 +376,6 @@ class SharedExchange(Moved):
             self._refusal = error
             return ()
         if window.are_lasting(identities) and (self._often or len(parts) <= _MOST_PIECES):
-            if len(bound.work) >= _MOST_NOTES:
-                bound.work.clear()
             bound.work[identities] = parts
         return parts
 
@@ -460,7 +457,7 @@ class _Plan:
             self.pieces = pieces_of(regions, range(len(regions.takes)), rank + 1, itemsize)
             taken_elements = sum([volume(take.box) for take in regions.takes])
             self.at_once = itemsize * taken_elements <= _AT_ONCE_BYTES
-        self._bound: dict[tuple[int, int], _Bound] = {}
+        self._bound: Cache[tuple[int, int], _Bound] = Cache(_MOST_PLACES)
 
     def bind(self, source: HostArray | None, target: HostArray | None, rule: CopyRule) -> _Bound:
         """Return what is worked out for these arrays: for those in the arena, from the last time.
@@ -479,8 +476,6 @@ class _Plan:
             )
             bound = _Bound(self, own, into, source_at, copied=copied)
             if source_at >= 0 and target_at >= 0:
-                if len(self._bound) >= _MOST_PLACES:
-                    self._bound.clear()
                 self._bound[source_at, target_at] = bound
         return bound
 
@@ -516,12 +511,12 @@ class _Bound:
         copied: bool,
     ) -> None:
         self.plan = plan
-        self.work: dict[tuple[int, ...], tuple[Call, ...]] = {}
+        self.work: Cache[tuple[int, ...], tuple[Call, ...]] = Cache(_MOST_NOTES)
         self._source = source
         self._target = target
         self.at = at
         self.given_bytes = source.nbytes if source is not None and plan.boxes else 0
-        self.offers: dict[int, _Offer] = {}
+        self.offers: Cache[int, _Offer] = Cache(_MOST_OFFERS)
         self.offer: _Offer | None = None
         if not self.given_bytes:
             self.offer = _NO_OFFER
@@ -534,8 +529,6 @@ class _Bound:
         raw = raw_dtype(source.dtype)
         target, block = memory.view(raw).reshape(source.shape), source.view(raw)
         fill = [copying(view(block, box), view(target, box)) for box in self.plan.boxes]
-        if len(self.offers) >= _MOST_OFFERS:
-            self.offers.clear()
         offer = self.offers[at] = _Offer(at, fill=tuple(fill))
         return offer
 

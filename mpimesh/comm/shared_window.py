@@ -47,6 +47,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpimesh.arrays.namespace import DType, HostArray
+from mpimesh.caches import Cache
 from mpimesh.comm.arena import Arena
 from mpimesh.core.node import Door
 from mpimesh.errors import ClosedError
@@ -140,7 +141,7 @@ class SharedWindow:
         self._poke = poke
         self._tests = 0
         self.done_by_all = 0
-        self._names: dict[Note, int] = {}
+        self._names: Cache[Note, int] = Cache(_MOST_NAMES)
         self._next_name = _FIRST_NAME
         views = [
             memory[at : at + CELL_BYTES].view(np.int64)
@@ -271,8 +272,6 @@ class SharedWindow:
         if identity > _IDENTITIES:
             return _UNNAMED
         self._next_name = identity + 1
-        if len(self._names) >= _MOST_NAMES:
-            self._names.clear()
         self._names[note] = identity
         return identity
 

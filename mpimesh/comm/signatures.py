@@ -33,7 +33,6 @@ Signature: TypeAlias = tuple[str, object, object, object]
 """Operation; what must agree beside shape and dtype, as reduction, root, axis; what must agree of
 the shape; dtype."""
 
-_MOST_KNOWN = 4096
 _TEXT_BYTES = 255
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 _UNKNOWN = "what is not known any more"
@@ -56,9 +55,6 @@ def digest_of(window: Window, signature: Signature, text: str = "") -> int:
         words = signature_text(signature)
         text = text or words
         digest = digest_bits(words.encode(errors="backslashreplace"), 32) or 1
-        if len(digests) >= _MOST_KNOWN:
-            digests.clear()
-            texts.clear()
         digests[signature] = digest
     texts[digest] = text
     window.tell(digest, _shortened(text))

@@ -111,7 +111,7 @@ cdef class Window:
     cdef NodeWindow c
     cdef readonly Engine engine
     cdef readonly int rank, size
-    cdef readonly dict digests, texts
+    cdef readonly object digests, texts
     cdef object _keep
     cdef char *_base
     cdef size_t _length

@@ -11,6 +11,7 @@ from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
+from mpimesh.caches import Cache
 from mpimesh.errors import ClosedError, MismatchError, TransportError
 
 cnp.import_array()
@@ -155,6 +156,9 @@ cdef class Engine:
 
 # -- a communicator ----------------------------------------------------------------------------------
 
+cdef enum: MOST_KNOWN = 4096  # digests of calls
+
+
 cdef class Window:
     """The ranks of a communicator that share memory, as one of them starts operations among them.
 
@@ -181,7 +185,8 @@ cdef class Window:
         cdef cnp.ndarray memory
         if not 0 < size <= NODE_MAX_RANKS:
             raise TransportError(f"at most {NODE_MAX_RANKS} ranks of a node can share memory, not {size}")
-        self.engine, self.rank, self.size, self.digests, self.texts = engine, rank, size, {}, {}
+        self.engine, self.rank, self.size = engine, rank, size
+        self.digests, self.texts = Cache(MOST_KNOWN), Cache(MOST_KNOWN)
         # A communicator that is dropped with something under way gives its memory back, but the window goes on in it.
         self._keep = list(memories), list(doors), keep
         self.c.engine, self.c.rank, self.c.size = &engine.c, rank, size

@@ -40,7 +40,6 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MOST_CACHED = 1024
 
 _Empty: TypeAlias = Callable[[Sequence[int], DType], HostArray]
 """Gives memory that the ranks of the node can reach."""
@@ -487,10 +486,7 @@ def _cached(
     cache = mesh._core.layout_cache
     value: T | None = cache.get(key)
     if value is None:
-        value = make(*args, **kwargs)
-        if len(cache) >= _MOST_CACHED:
-            del cache[next(iter(cache))]  # the oldest
-        cache[key] = value
+        value = cache[key] = make(*args, **kwargs)
     return value
 
 

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpimesh.arguments import digest_text, ranks_text
+from mpimesh.caches import Cache
 from mpimesh.comm import Communicator
 from mpimesh.comm.signatures import signature_text
 from mpimesh.core.call import Ledger, Ring
@@ -180,7 +181,7 @@ class Recorder(Ring):
         slots = np.frombuffer(self._map, np.uint8, offset=_SLOTS_AT)
         super().__init__(slots, KEPT)
         self._pid = os.getpid()
-        self._texts: dict[tuple[object, ...], tuple[bytes, object]] = {}
+        self._texts: Cache[tuple[object, ...], tuple[bytes, object]] = Cache(_MOST_TEXTS)
         self._waited: object = None
         self._map[: len(_MAGIC)] = _MAGIC
         head = {"rank": rank, "size": size, "host": socket.gethostname(), "pid": self._pid}
@@ -241,8 +242,6 @@ class Recorder(Ring):
     def _learn(
         self, key: tuple[object, ...], group: RecordedGroup, call: Call
     ) -> tuple[bytes, object]:
-        if len(self._texts) >= _MOST_TEXTS:
-            self._texts.clear()
         ledger = group.ledger
         ranks = group.ranks if ledger is None else ledger.ranks or group.ranks
         signature = (call.name, call.rule, call.compared, call.dtype)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arguments import shown
+from mpimesh.caches import Cache
 from mpimesh.errors import (
     ClosedError,
     GroupError,
@@ -54,6 +55,7 @@ MeshArgument = DimsLike | Mesh | MeshTopology
 """A mesh as users ask for it."""
 
 _LEAVE_TOGETHER_S = 2.0
+_MOST_LAYOUTS = 1024
 
 
 class MeshCore:
@@ -74,7 +76,7 @@ class MeshCore:
 
     mesh: Mesh
     topology: MeshTopology | None
-    layout_cache: dict[Hashable, Any]
+    layout_cache: Cache[Hashable, Any]
     compared = 0
 
     def __init__(self, dims: MeshArgument, comm: Any, name: str, tracer: Tracer | None) -> None:
@@ -209,7 +211,7 @@ class MeshCore:
     def _settle(self, mesh: Mesh, topology: MeshTopology | None) -> None:
         """Take over another mesh of the ranks."""
         self.mesh = mesh
-        self.layout_cache = {}
+        self.layout_cache = Cache(_MOST_LAYOUTS)
         self.topology = topology
 
     def _fitting(self, groups: LiveGroups, dims: MeshArgument) -> tuple[Mesh, MeshTopology | None]:

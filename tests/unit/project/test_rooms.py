@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 ROOMS = [
-    {"errors", "settings"},
+    {"caches", "errors", "settings"},
     {"arguments"},
     {"core"},
     {"trace"},
@@ -46,6 +46,7 @@ LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 # Beside the standard library, at the top of a module. Elsewhere in it, see LAZY.
 LIBRARIES = {
     "core": {"cpython", "cython", "libc", "numpy", "posix"},  # what Cython has of C, too
+    "caches": set(),
     "errors": set(),
     "arguments": set(),
     "settings": set(),
