@@ -119,7 +119,7 @@ class Arena:
         if os.getpid() != self._pid:
             return None
         unit = _CACHE_LINE_BYTES
-        if nbytes >= _WHOLE_PAGES_FROM_BYTES:
+        if nbytes > _WHOLE_PAGES_FROM_BYTES - unit:  # in whole lines it is as large
             unit = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else _PAGE_BYTES
         with self._lock:
             self._take_back()

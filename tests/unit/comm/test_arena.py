@@ -82,6 +82,15 @@ def test_parts_begin_on_cache_lines_and_large_ones_on_pages(arena, nbytes, align
     assert all(gap >= nbytes and gap % alignment_bytes == 0 and gap for gap in gaps)
 
 
+@pytest.mark.parametrize("nbytes", range(PAGES_BYTES - 65, PAGES_BYTES + 1, 13))
+def test_a_part_that_follows_one_of_nearly_its_size_begins_on_a_page(arena, nbytes):
+    first = arena.empty(64)  # so that the next one would not begin on a page by itself
+    assert arena.empty(nbytes).shape == (nbytes,)
+    part = arena.empty(PAGES_BYTES)
+    assert address_of(part) % 4096 == 0
+    assert first is not None
+
+
 def test_what_is_not_there_is_not_handed_out(arena):
     assert arena.empty(arena.nbytes) is None
     assert arena.empty(64) is not None
