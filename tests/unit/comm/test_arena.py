@@ -84,6 +84,7 @@ def test_parts_begin_on_cache_lines_and_large_ones_on_pages(arena, nbytes, align
 
 @pytest.mark.parametrize("nbytes", range(PAGES_BYTES - 65, PAGES_BYTES + 1, 13))
 def test_a_part_that_follows_one_of_nearly_its_size_begins_on_a_page(arena, nbytes):
+    arena.trim()
     first = arena.empty(64)  # so that the next one would not begin on a page by itself
     assert arena.empty(nbytes).shape == (nbytes,)
     part = arena.empty(PAGES_BYTES)
