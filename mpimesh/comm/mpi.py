@@ -226,18 +226,6 @@ class MPICommunicator(Communicator):
         sent, received = (_places_but(counts, apart) for counts in (send_counts, recv_counts))
         return self._start("all_to_all", self._comm.Ialltoallv, [send, sent], [recv, received])
 
-    def all_gather_in_place(self, array: HostArray, blocks: Sequence[slice]) -> Request:
-        """Copy ``blocks[r]`` of rank r's `array` into those of all; blocks may lie anywhere."""
-        counts = [block.stop - block.start for block in blocks]
-        if max(sum(counts), *(block.stop for block in blocks)) > self._limit:
-            incoming = [array[block] for block in blocks]
-            outgoing = [incoming[self.rank]] * self.size
-            outgoing[self.rank] = incoming[self.rank] = array[:0]
-            return self._exchange(outgoing, incoming)
-        starts = [block.start for block in blocks]
-        whole = [array, (counts, starts)]
-        return self._start("all_gather", self._comm.Iallgatherv, MPI.IN_PLACE, whole)
-
     # -- messages ----------------------------------------------------------------
 
     def isend(self, buffer: HostArray, dest: int, tag: int) -> Request:
