@@ -12,7 +12,7 @@
  *   - after a store that others may wait for comes a fence, then a look at `waiters`; who sleeps sets its bit, fences,
  *     and looks again before it sleeps: one of the two sees the other. Release alone would lose a wake-up.
  * So each rank's stores are seen in their order, and its loads are made in theirs; only a load may overtake a store, on
- * x86 as on aarch64, and only between a store and the look at `waiters` does that matter. tests/unit/core/model.py has
+ * x86 as on aarch64, and only between a store and the look at `waiters` does that matter. tests/unit/core/node_model.py has
  * these functions by their names, tries every interleaving, and fails for each of the rules that is left out.
  */
 #ifndef MPIMESH_NODE_H

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.depth import deep, deep_but, is_deep
-from tests.unit.core.model import (
+from tests.unit.core.interleavings import LEAVE, explore
+from tests.unit.core.node_model import (
     DONE,
     INLINE,
-    LEAVE,
     LOST,
     MISMATCH,
     PIECED,
@@ -19,15 +19,14 @@ from tests.unit.core.model import (
     RULES,
     SHARED,
     SMALL,
-    Scenario,
+    NodeScenario,
     Start,
     Wait,
-    explore,
 )
 
 
 def all_ranks(ranks, *program, **options):
-    return Scenario((program,) * ranks, **options)
+    return NodeScenario((program,) * ranks, **options)
 
 
 def spinning(scenario):
@@ -40,9 +39,9 @@ SHARED_BROADCAST = Start("BROADCAST", SHARED)
 
 ONE_SUM = all_ranks(2, SUM, Wait(0))
 # More pending than there is room for, resolved in another order on each rank.
-PENDING = Scenario(((SUM, SUM, SUM, Wait(2), Wait(0)), (SUM, SUM, Wait(1), SUM, Wait(2))))
+PENDING = NodeScenario(((SUM, SUM, SUM, Wait(2), Wait(0)), (SUM, SUM, Wait(1), SUM, Wait(2))))
 NO_ROOM = replace(PENDING, entries=1)
-ONE_SLOT = Scenario(
+ONE_SLOT = NodeScenario(
     (
         (replace(SUM, source=SMALL), replace(SUM, source=SMALL), Wait(1), Wait(0)),
         (replace(SUM, source=SMALL), Wait(0), replace(SUM, source=SMALL), Wait(1)),
@@ -52,18 +51,18 @@ SLOT_OF_ALL_PIECES = spinning(all_ranks(2, PIECES, Wait(0), pieces=1))
 PIECES_OF_ROOT = all_ranks(2, Start("BROADCAST", PIECED, pieces=3), Wait(0))
 # Each rank waits first for what the other resolves last.
 SUMS = SHARED_SUM, replace(SHARED_SUM, window=1)
-CROSSED = Scenario(
+CROSSED = NodeScenario(
     ((*SUMS, Wait(0), Wait(1)), (*SUMS, Wait(1), Wait(0))), windows=((0, 1), (0, 1)), sleeps=False
 )
 
 LOST_SUM, LOST_SMALL = Start(state=(LOST,)), Start(source=SMALL, state=(LOST,))
 # The second is there, or not, when its rank is seen to have left.
-LEFT = Scenario(((SUM, LEAVE), (SUM, LOST_SUM, Wait(0), Wait(1))))
-LEFT_WITHOUT_ROOM = Scenario(((LEAVE,), (LOST_SMALL, LOST_SMALL, Wait(0), Wait(1))))
+LEFT = NodeScenario(((SUM, LEAVE), (SUM, LOST_SUM, Wait(0), Wait(1))))
+LEFT_WITHOUT_ROOM = NodeScenario(((LEAVE,), (LOST_SMALL, LOST_SMALL, Wait(0), Wait(1))))
 LEFT_BEFORE_IT_READ = replace(LEFT, entries=1)
 # Rank 2 lacks rank 0, which is told of a loss that rank 2 does not look for.
 LOSS_TOLD = spinning(
-    Scenario(
+    NodeScenario(
         (
             (replace(REDUCE, state=(LOST,)), LOST_SUM, Wait(0), Wait(1)),
             (LEAVE,),
@@ -72,11 +71,11 @@ LOSS_TOLD = spinning(
     )
 )
 SHIFT = Start("SHIFT", SHARED, root=1, state=(DONE, LOST))
-LEFT_IN_PLACE = spinning(Scenario(((SHIFT, Wait(0)), (SHIFT, Wait(0)), (LEAVE,))))
+LEFT_IN_PLACE = spinning(NodeScenario(((SHIFT, Wait(0)), (SHIFT, Wait(0)), (LEAVE,))))
 # Rank 1 has put its pieces when it leaves, and summed none: it has waited in a window of its own.
 MIXED = Start(source=PIECED, pieces=2, state=(DONE, LOST))
 MIXED_SHARED = replace(MIXED, source=SHARED)
-LEFT_MIXED = Scenario(
+LEFT_MIXED = NodeScenario(
     (
         (MIXED_SHARED, Wait(0)),
         (MIXED, Start("BARRIER", window=1), Wait(1), LEAVE),
@@ -89,7 +88,7 @@ LEFT_MIXED = Scenario(
 MAYBE, SEES = (DONE, MISMATCH), (MISMATCH,)
 OTHER = replace(REDUCE, digest=1, state=MAYBE)
 # Rank 1 compares nothing at 1, and can do nothing without rank 0, which posts no more.
-TOLD = Scenario(
+TOLD = NodeScenario(
     (
         (replace(REDUCE, state=SEES), replace(BROADCAST, state=SEES), Wait(0), Wait(1)),
         (OTHER, replace(BROADCAST, state=SEES), Wait(0), Wait(1)),
@@ -97,14 +96,14 @@ TOLD = Scenario(
     entries=1,
 )
 # Rank 2 could take what rank 0 had refused.
-STOPPED = Scenario(
+STOPPED = NodeScenario(
     (
         (replace(REDUCE, state=SEES), Wait(0), replace(BROADCAST, state=SEES), Wait(1)),
         (OTHER, Wait(0)),
         (replace(REDUCE, state=MAYBE), replace(BROADCAST, state=SEES), Wait(0), Wait(1)),
     )
 )
-SEEN_NEXT = Scenario(
+SEEN_NEXT = NodeScenario(
     (
         (replace(BROADCAST, state=MAYBE), Start(state=SEES), Wait(0), Wait(1)),
         (replace(BROADCAST, digest=1, state=SEES), Start(state=SEES), Wait(0), Wait(1)),
@@ -132,7 +131,7 @@ NEEDED = {
     "sleep fence": ONE_SUM,
     "second look": ONE_SUM,
     "bell before look": ONE_SUM,
-    "asleep before bell": replace(PENDING, counts_sleepers=True),
+    "asleep": replace(ONE_SUM, counts_sleepers=True),
     "read rings": all_ranks(2, SHARED_BROADCAST, Wait(0)),
     "refused rings": TOLD,
     "naps end": LEFT,
@@ -174,6 +173,14 @@ def test_with_all_rules_nothing_is_found(scenario, order):
     holds(scenario, order, limit=50_000 if is_deep() else 20_000)
 
 
+@pytest.mark.parametrize("source", [SMALL, *deep(SHARED, PIECED)])
+@pytest.mark.parametrize("kind", ["ALL_REDUCE", "BROADCAST", "REDUCE"])
+def test_who_needs_a_killed_rank_comes_to_its_end(kind, source):
+    start = Start(kind, source, 2 if source == PIECED else 1, state=(DONE, LOST))
+    for killed in (0, 1):
+        holds(all_ranks(2, start, Wait(0), sleeps=source != PIECED, killed=(killed,)), "arm")
+
+
 MIXTURES = [(SHARED, SHARED), (SHARED, SMALL), (REMOTE, INLINE), (REMOTE, PIECED), (SHARED, PIECED)]
 
 
@@ -183,9 +190,9 @@ def test_sums_of_arrays_that_lie_in_different_places(sources, ranks):
     pieces = 2 if PIECED in sources else 1
     programs = tuple((Start(source=source, pieces=pieces), Wait(0)) for source in sources)
     if ranks == 2:
-        holds(Scenario(programs, sleeps=pieces == 1), "arm")
+        holds(NodeScenario(programs, sleeps=pieces == 1), "arm")
     else:
-        holds(Scenario((programs[0], *programs), sleeps=False), "arm")
+        holds(NodeScenario((programs[0], *programs), sleeps=False), "arm")
 
 
 THREE_RANKS = {
@@ -231,7 +238,7 @@ def random_scenario(rng):
             del program[rng.randrange(len(program) + 1) :]
             program.append(LEAVE)
     slots = {name: rng.choice([1, 2]) for name in ("entries", "smalls", "pieces")}
-    return Scenario(tuple(map(tuple, programs)), windows, sleeps=ranks == 2, **slots)
+    return NodeScenario(tuple(map(tuple, programs)), ranks == 2, windows=windows, **slots)
 
 
 def test_random_programs():
