@@ -543,10 +543,10 @@ static void mail_pass_peer(MailBox *m, MailPeer *p) {
         mail_over(m, o, NODE_DONE);
     }
     if (p->unread) mail_take_in(m, p);
-    if (!w->moved && atomic_load_explicit(&w->door[mail_rank_of(m, p)]->left, memory_order_acquire)) {
-        if (p->gone) mail_end(m, p, NODE_LOST); /* as of node_lacks(): after one more look */
+    /* As of node_lacks(): after one more look, which has taken all that it ever sent. */
+    if (p->gone) mail_end(m, p, NODE_LOST);
+    else if (!w->moved && atomic_load_explicit(&w->door[mail_rank_of(m, p)]->left, memory_order_acquire))
         p->gone = w->moved = 1;
-    }
 }
 
 static int mail_pass(NodeEngine *e) {
