@@ -465,6 +465,7 @@ static int mail_open(MailBox *m, MailPeer *p, const MailCell *c) {
     }
     MailNote *n = mail_note(&i);
     if (!n) return 0;
+    if (m->listening) m->window->engine->rouse = 1; /* who has probed before sees it by its bell */
     *(p->note ? p->note_end : &p->note) = n;
     p->note_end = &n->next;
     return 1;

@@ -120,8 +120,21 @@ static int both(void) {
     return 0;
 }
 
+/* What was probed for comes before the sleep, when something else is looked at. */
+static int probed(void) {
+    MailOp o = {.in = "", .bytes = 1, .tag = 7};
+    uint64_t bytes;
+    make_mail();
+    uint32_t bell = node_bell(&e[0]);
+    if (mail_probe(&m[0], 7, &bytes) >= 0) return printf("found too early\n");
+    mail_send(&m[1], &o, 0);
+    node_pass(&e[0]);
+    if (node_bell(&e[0]) == bell) return printf("it would sleep\n");
+    return mail_probe(&m[0], 7, &bytes) == 1 && bytes == 1 ? 0 : printf("not found\n");
+}
+
 static const struct { const char *name; int (*run)(void); } cases[] = {
-    {"pending", pending}, {"told", told}, {"in_place", in_place}, {"both", both},
+    {"pending", pending}, {"told", told}, {"in_place", in_place}, {"both", both}, {"probed", probed},
 };
 
 int main(int argc, char **argv) {
