@@ -471,21 +471,22 @@ static int mail_open(MailBox *m, MailPeer *p, const MailCell *c) {
     return 1;
 }
 
-static void mail_take(MailBox *m, MailPeer *p) {
+/* Take all cells that are there; false where one is to wait, for memory. */
+static int mail_take(MailBox *m, MailPeer *p) {
     int q = mail_rank_of(m, p);
     uintptr_t base = (uintptr_t)m->window->segment[q][0];
     if (!p->in) {
         uint64_t at = atomic_load_explicit(&m->slot[q][m->window->rank].ring, memory_order_acquire);
-        if (!at) return;
+        if (!at) return 1;
         p->in = (MailRing *)(base + (at - 1));
     }
     for (;;) {
         MailCell *c = &p->in->cell[(p->taken - p->in_first) % MAIL_CELLS];
-        if (atomic_load_explicit(&c->number, memory_order_acquire) != p->taken + 1) return;
+        if (atomic_load_explicit(&c->number, memory_order_acquire) != p->taken + 1) return 1;
         if (c->kind == MAIL_PIECE) mail_open_piece(m, p, c);
         else if (c->kind == MAIL_LINK) p->in = (MailRing *)(base + c->place), p->in_first = p->taken + 1;
         else if (c->kind > MAIL_LINK) mail_open_answer(m, p, c);
-        else if (!mail_open(m, p, c)) return;
+        else if (!mail_open(m, p, c)) return 0;
         atomic_store_explicit(&m->slot[m->window->rank][q].taken, ++p->taken, memory_order_release);
         m->window->moved = 1;
     }
@@ -535,7 +536,8 @@ static void mail_end(MailBox *m, MailPeer *p, int state) {
 
 static void mail_pass_peer(MailBox *m, MailPeer *p) {
     NodeWindow *w = m->window;
-    if (m->listening || p->posted || p->unanswered || p->coming) mail_take(m, p);
+    int all = 1;
+    if (m->listening || p->posted || p->unanswered || p->coming) all = mail_take(m, p);
     mail_put_answers(m, p);
     while (!p->answer && p->asked) {
         MailOp *o = p->asked, *after = o->next;
@@ -545,8 +547,8 @@ static void mail_pass_peer(MailBox *m, MailPeer *p) {
     }
     if (p->unread) mail_take_in(m, p);
     /* As of node_lacks(): after one more look, which has taken all that it ever sent. */
-    if (p->gone) mail_end(m, p, NODE_LOST);
-    else if (!w->moved && atomic_load_explicit(&w->door[mail_rank_of(m, p)]->left, memory_order_acquire))
+    if (p->gone && all) mail_end(m, p, NODE_LOST);
+    else if (!p->gone && !w->moved && atomic_load_explicit(&w->door[mail_rank_of(m, p)]->left, memory_order_acquire))
         p->gone = w->moved = 1;
 }
 

@@ -3,6 +3,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+static int scarce; /* no memory is left */
+static void *scarce_malloc(size_t bytes) { return scarce ? 0 : malloc(bytes); }
+#define malloc scarce_malloc
 #include "node.h"
 #include "kernels.h"
 
@@ -133,8 +136,24 @@ static int probed(void) {
     return mail_probe(&m[0], 7, &bytes) == 1 && bytes == 1 ? 0 : printf("not found\n");
 }
 
+/* There is no memory for a message, and its sender has left. */
+static int no_memory(void) {
+    char x[100] = "all of it", y[100];
+    MailOp send = {.in = x, .bytes = sizeof x}, receive = {.peer = 1};
+    make_mail();
+    mail_receive(&m[0], &receive, 0);
+    mail_send(&m[1], &send, 0);
+    node_leave(&e[1]);
+    scarce = 1;
+    if (mail_ends(0, &receive)) return printf("without memory: %d\n", receive.state);
+    scarce = 0;
+    if (mail_ends(0, &receive) != MAIL_MATCHED) return printf("with memory: %d\n", receive.state);
+    if (mail_accept(&m[0], &receive, y) || memcmp(x, y, sizeof x)) return printf("wrong\n");
+    return 0;
+}
+
 static const struct { const char *name; int (*run)(void); } cases[] = {
-    {"pending", pending}, {"told", told}, {"in_place", in_place}, {"both", both}, {"probed", probed},
+    {"pending", pending}, {"told", told}, {"in_place", in_place}, {"both", both}, {"probed", probed}, {"no_memory", no_memory},
 };
 
 int main(int argc, char **argv) {
