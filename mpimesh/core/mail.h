@@ -698,7 +698,8 @@ static int mail_accept(MailBox *m, MailOp *o, char *out) {
     mail_lock(m);
     MailNote *n = o->note;
     int answers = mail_is_elsewhere(&n->item), result = MAIL_FULL;
-    if (!answers || (!p->answer && mail_room(m, p, 0, 0))) {
+    /* Where a pass has read it, its answer may still wait for a cell: this rank may make no other pass for it. */
+    if (!p->answer && (!answers || mail_room(m, p, 0, 0))) {
         MailNote **at = &p->matched;
         while (*at != n) at = &(*at)->next;
         *at = n->next;

@@ -7,7 +7,9 @@ import subprocess
 import pytest
 
 
-@pytest.mark.parametrize("case", ["pending", "told", "in_place", "both", "probed", "no_memory"])
+@pytest.mark.parametrize(
+    "case", ["pending", "told", "in_place", "both", "probed", "no_memory", "answered"]
+)
 def test_who_needs_a_rank_that_has_left_learns_it(compiled, case):
     command = [str(compiled("failures.c")), case]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
