@@ -1,6 +1,6 @@
 """All interleavings of small programs of 2 and 3 ranks, over store buffers.
 
-A protocol is a header of `mpimesh/core` in Python: `node_model.py` is one. It gives a
+A protocol is a header of `mpimesh/core` in Python: `node_model.py` and `mail_model.py`. It gives a
 `Scenario`, which knows the places in shared memory, and a `Rank`, whose functions have the header's
 names. Here are what the headers share, bells and sleep, and the checker. Left out are
 
