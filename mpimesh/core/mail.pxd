@@ -38,6 +38,7 @@ cdef extern from "node.h":
         MailOp *ended
         int one_process, rendezvous
     enum: MAIL_FULL
+    int mail_state(const MailOp *) nogil
     void mail_new_ring(MailBox *, int, MailRing *, uint64_t)
     int mail_reuse_ring(MailBox *, int)
     int mail_send(MailBox *, MailOp *, void *) nogil
@@ -62,6 +63,7 @@ cdef class Mail:
     cdef size_t short_bytes
     cdef bint _closed
 
+    cdef int check_open(self) except -1
     cdef int place(self, long rank) except -2
     cdef int start(self, Message message) except -3
     cdef open(self, int place)

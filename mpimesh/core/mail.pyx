@@ -39,7 +39,8 @@ cdef class Mail:
         arena: Gives memory that the others see; None where the ranks are threads.
         rings: Where this rank's rings are kept; the caller keeps them as long as another rank may
             look at them.
-        rendezvous: Whether a send is done only when its message is received, even a small one.
+        rendezvous: Whether a send is done only when its message is received, even a small one; of ranks
+            that are threads.
 
     Attributes:
         window, rings: The same.
@@ -48,6 +49,8 @@ cdef class Mail:
     def __cinit__(self, Window window, memories, slots, ranks, int size, arena, list rings, bint rendezvous=False):
         cdef int q
         cdef cnp.ndarray memory
+        if rendezvous and not window.engine.is_thread:
+            raise ValueError("only ranks that are threads can send each message by rendezvous")
         self.window, self.rings, self._arena, self._ranks = window, rings, arena, tuple(ranks)
         self._keep, self._size = list(memories), size
         # Up to which size a copy keeps Python's lock: a thread of several may take long to get it back.
@@ -159,6 +162,7 @@ cdef class Mail:
     def probe(self, int tag):
         """Return (source, bytes) of a message with `tag` that waits to be received, or None."""
         cdef uint64_t nbytes = 0
+        self.check_open()
         cdef int found = mail_probe(&self.c, tag, &nbytes)
         return None if found < 0 else (self._ranks[found], nbytes)
 
@@ -178,13 +182,17 @@ cdef class Mail:
 
     cdef int place(self, long rank) except -2:
         cdef int place = -1
-        if self._closed:
-            raise ClosedError("nothing can start among these ranks any more: their communicator is closed")
+        self.check_open()
         if 0 <= rank < self._size:
             place = self._places[rank]
         if place < 0:
             raise TransportError(f"rank {rank} is none of those that share memory here: {list(self._ranks)}")
         return place
+
+    cdef int check_open(self) except -1:
+        if self._closed:
+            raise ClosedError("nothing can start among these ranks any more: their communicator is closed")
+        return 0
 
     cdef open(self, int place):
         """Make a ring to another rank, by which receives from it are answered, too; the next one if one is full."""
@@ -238,17 +246,17 @@ cdef class Message:
         cdef Engine engine = self.mail.window.engine
         if self.error is not None:
             raise self.error
-        if not self.c.state and not self.c.detached:
+        if not mail_state(&self.c) and not self.c.detached:
             if self.c.bytes > self.mail.short_bytes:
                 with nogil:
                     node_pass(&engine.c)
             else:
                 node_pass(&engine.c)
-            if not self.c.state and not (self.sends and self.is_free()):
+            if not mail_state(&self.c) and not (self.sends and self.is_free()):
                 return False
         if self.mail.c.ended != NULL:
             self.mail.sweep()
-        if self.c.state == MAIL_MATCHED:
+        if mail_state(&self.c) == MAIL_MATCHED:
             if self.receiver is not None:
                 try:
                     self.receiver.take(self)
@@ -272,7 +280,7 @@ cdef class Message:
     @property
     def text(self):
         """What the sender says of a message that is there, and not yet accepted."""
-        if self.c.state != MAIL_MATCHED:
+        if mail_state(&self.c) != MAIL_MATCHED:
             raise TransportError("only a message that waits to be accepted has a text")
         return PyBytes_FromStringAndSize(self.c.note.item.text, self.c.note.item.text_bytes)
 
@@ -280,7 +288,7 @@ cdef class Message:
         """Put a message that is there into an array, which has its size; None drops it."""
         cdef char *out = NULL
         cdef int result = MAIL_FULL
-        if self.c.state != MAIL_MATCHED:
+        if mail_state(&self.c) != MAIL_MATCHED:
             raise TransportError("only a message that is there can be accepted, and once")
         if array is not None:
             out = <char *>data_of(array)
@@ -301,7 +309,7 @@ cdef class Message:
 
     def comes_before(self, Message other not None):
         """Tell whether it is a receive of the same sender and tag, that is not taken yet."""
-        if self is other or self.sends or self.c.state not in (0, MAIL_MATCHED):
+        if self is other or self.sends or mail_state(&self.c) not in (0, MAIL_MATCHED):
             return False
         return self.mail is other.mail and self.c.peer == other.c.peer and self.c.tag == other.c.tag
 
