@@ -1,36 +1,30 @@
 /* Random messages between threads or processes: tags, sizes, ways, orders; against what the sender's number says. */
 #define _GNU_SOURCE
+#include <stdlib.h>
+static void *scarce_malloc(size_t bytes);
+#define malloc scarce_malloc
 #include "node.h"
-#include <pthread.h>
-#include <signal.h>
-#include <stdio.h>
-#include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
+#undef malloc
+#include "ranks.h"
 
-enum { MAX_R = 8, MOST = 400, HEAP = 64 << 20, TAGS = 3 };
-static int ranks, threads, rendezvous, killer, pieces;
-static NodeDoor *doors;
+enum { MOST = 400, HEAP = 128 << 20, TAGS = 3 };
+static int rendezvous, pieces, pairing, scarce;
 static NodeLane *lanes;
 static MailSlot *slots;
 static char *heaps;
-static volatile int32_t *pids;
 
-static void *shared_memory(size_t bytes) {
-    void *p = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) perror("mmap"), exit(2);
-    return p;
+/* With `scarce` one of four finds no memory. */
+static void *scarce_malloc(size_t bytes) {
+    static _Thread_local uint64_t s;
+    return scarce && rng(&s) % 4 == 0 ? 0 : malloc(bytes);
 }
-static uint64_t mix(uint64_t a) {
-    a ^= a >> 30, a *= 0xbf58476d1ce4e5b9u, a ^= a >> 27, a *= 0x94d049bb133111ebu;
-    return a ^ a >> 31;
-}
-static uint64_t rng(uint64_t *s) { return mix(*s += 0x9e3779b97f4a7c15u); }
 
 /* A message of a program, alike on all ranks. */
 typedef struct { int from, to, tag, style; uint64_t bytes, id; } Letter;
 typedef struct { MailOp op; const Letter *l; char *memory; uint64_t room; int sends, unknown, live; } Job;
-typedef struct { int rank; uint64_t seed; int programs; NodeEngine e; NodeWindow w; MailBox m; char *heap, *arrays, *heap_end; } Rank; /* rings from below, arrays from above */
+typedef struct { int rank; uint64_t seed; int programs; NodeEngine e; NodeWindow w; MailBox m; pthread_mutex_t lock; char *heap; } Rank;
+/* One of a rank's threads: of its memory, half is for rings, the other half for the arrays of its threads. */
+typedef struct { Rank *r; int number; char *arrays, *arrays_begin, *arrays_end; Letter letters[MOST]; Job jobs[2 * MOST]; } Thread;
 
 static void make(Rank *r) {
     NodeWindow *w = &r->w;
@@ -48,18 +42,23 @@ static void make(Rank *r) {
         r->m.slot[q] = &slots[q * ranks];
     }
     w->pid = pid;
-    r->heap = heaps + (size_t)r->rank * HEAP, r->arrays = r->heap_end = r->heap + HEAP;
+    r->heap = heaps + (size_t)r->rank * HEAP;
+    pthread_mutex_init(&r->lock, 0);
 }
 
 static void open_ring(Rank *r, int q) {
     if (mail_reuse_ring(&r->m, q)) return;
+    pthread_mutex_lock(&r->lock);
     MailRing *ring = (MailRing *)r->heap;
     r->heap += (sizeof(MailRing) + 4095) / 4096 * 4096;
-    if (r->heap > r->arrays) fprintf(stderr, "the heap is too small\n"), exit(3);
+    pthread_mutex_unlock(&r->lock);
+    if ((char *)(ring + 1) > heaps + (size_t)r->rank * HEAP + HEAP / 2) fprintf(stderr, "the heap is too small\n"), exit(3);
     mail_new_ring(&r->m, q, ring, threads ? (uint64_t)(uintptr_t)ring : (uint64_t)((char *)ring - heaps - (size_t)r->rank * HEAP));
 }
 
-static void receive(Rank *r, MailOp *o) { while (mail_receive(&r->m, o, 0) == MAIL_FULL) open_ring(r, o->peer); }
+static void receive(Rank *r, MailOp *o) {
+    for (int going; (going = mail_receive(&r->m, o, 0)) < 0;) if (going == MAIL_FULL) open_ring(r, o->peer);
+}
 
 static char texts[MAIL_TEXT_BYTES]; /* of the heads */
 static int text_length(const Letter *l) { return l->style % 4 == 3 ? (int)(l->id % MAIL_TEXT_BYTES) : (int)(l->id % 90); }
@@ -70,10 +69,12 @@ static int differs(const Letter *l, const char *got) {
     return 0;
 }
 
-static void start_send(Rank *r, Job *j) {
+static void start_send(Thread *t, Job *j) {
+    Rank *r = t->r;
     const Letter *l = j->l;
     int shared = l->style % 3 == 1 && !threads;
-    j->memory = shared ? (r->arrays -= (l->bytes + 63) / 64 * 64) : malloc(l->bytes + 1);
+    j->memory = shared ? (t->arrays -= (l->bytes + 63) / 64 * 64) : malloc(l->bytes + 1);
+    if (t->arrays < t->arrays_begin) fprintf(stderr, "no room for arrays\n"), exit(3);
     fill(l, j->memory);
     j->op = (MailOp){.in = j->memory, .bytes = l->bytes, .head = l->id % 5, .peer = l->to, .tag = l->tag};
     j->op.source = NODE_PIECED;
@@ -126,18 +127,17 @@ static int finish(Rank *r, Job *j) {
 }
 
 /* One program: all ranks draw the same messages, and each an order of its own, in which those of one tag keep theirs. */
-static int one(Rank *r, uint64_t seed) {
-    static Letter tables[MAX_R][MOST];
-    static Job all[MAX_R][2 * MOST];
-    Letter *letters = tables[r->rank];
-    Job *jobs = all[r->rank];
+static int one(Thread *t, uint64_t seed) {
+    Rank *r = t->r;
+    Letter *letters = t->letters;
+    Job *jobs = t->jobs;
     uint64_t s = mix(seed), own = mix(seed * 31 + (uint64_t)r->rank + 1);
     int n = 1 + (int)(rng(&s) % MOST), most = 1 + (int)(rng(&s) % 3), left = 0, waits = (int)(rng(&s) % 4);
     for (int i = 0; i < n; i++) {
         uint64_t a = rng(&s), size = rng(&s);
         int kind = (int)(a % 10);
         size = kind < 5 ? size % 100 : kind < 8 ? size % 10000 : most == 3 && i < 40 ? size % 900000 : size % 40000;
-        letters[i] = (Letter){(int)((a >> 8) % (uint64_t)ranks), (int)((a >> 24) % (uint64_t)ranks), (int)((a >> 40) % TAGS), (int)((a >> 48) % 144), size, mix(seed) + ((uint64_t)i << 40)};
+        letters[i] = (Letter){(int)((a >> 8) % (uint64_t)ranks), (int)((a >> 24) % (uint64_t)ranks), (int)((a >> 40) % TAGS) + TAGS * t->number, (int)((a >> 48) % 144), size, mix(seed) + ((uint64_t)i << 40)};
     }
     Job *mine[2 * MOST];
     for (int i = 0; i < n; i++) {
@@ -157,7 +157,7 @@ static int one(Rank *r, uint64_t seed) {
         }
     for (int i = 0; i < left; i++) {
         Job *j = mine[i];
-        if (j->sends) start_send(r, j);
+        if (j->sends) start_send(t, j);
         else start_receive(r, j);
         if (waits && rng(&own) % 8 == 0) node_pass(&r->e);
         if (waits == 2 && rng(&own) % 16 == 0) usleep((useconds_t)(rng(&own) % 200));
@@ -172,14 +172,27 @@ static int one(Rank *r, uint64_t seed) {
     return 0;
 }
 
+static void *thread(void *arg) {
+    Thread *t = arg;
+    int rc = 0;
+    for (int k = 0; k < t->r->programs && !rc; k++) {
+        t->arrays = t->arrays_end; /* all sends are over */
+        rc = one(t, t->r->seed * 1000 + (uint64_t)(k + 500 * t->number));
+    }
+    return (void *)(intptr_t)rc;
+}
+
 static void *program(void *arg) {
     Rank *r = arg;
-    int rc = 0;
+    int rc = 0, many = pairing ? 2 : 1;
     make(r);
-    for (int k = 0; k < r->programs && !rc; k++) {
-        rc = one(r, r->seed * 1000 + (uint64_t)k);
-        r->arrays = r->heap_end; /* all sends are over */
+    pthread_t threads_of_it[2];
+    for (int i = 0; i < many; i++) {
+        Thread *t = calloc(1, sizeof *t);
+        t->r = r, t->number = i, t->arrays_begin = heaps + (size_t)r->rank * HEAP + HEAP / 4 * (2 + i), t->arrays_end = t->arrays_begin + HEAP / 4;
+        pthread_create(&threads_of_it[i], 0, thread, t);
     }
+    for (int i = 0; i < many; i++) { void *its; pthread_join(threads_of_it[i], &its); rc = rc ? rc : (int)(intptr_t)its; }
     uint64_t bytes;
     /* What was sent last to others must be on its way. */
     for (uint64_t end = node_ns() + 20000000000u; !rc && !mail_idle(&r->m) && node_ns() < end;) node_sleep(&r->e, 0, 1000000);
@@ -191,15 +204,15 @@ static void *program(void *arg) {
 /* Messages that fill the ring many times over, one way and the other; the figures are nanoseconds a message. */
 static void *bench(void *arg) {
     Rank *r = arg;
-    static char x[MAX_R][1 << 20], y[MAX_R][1 << 20];
+    char *x = calloc(1, 1 << 20), *y = calloc(1, 1 << 20);
     make(r);
     r->e.spin = threads ? 0 : 2000;
     for (uint64_t bytes = 8; bytes <= 1 << 20; bytes = bytes < 8192 ? bytes * 8 : bytes * 2) {
         int n = bytes > 8192 ? 500 : 20000;
         uint64_t begin = node_ns();
         for (int i = 0; i < n; i++) {
-            MailOp s = {.in = x[r->rank], .bytes = bytes, .peer = (r->rank + 1) % ranks, .source = pieces ? NODE_PIECED : threads ? NODE_SHARED : NODE_REMOTE, .place = (uint64_t)(uintptr_t)x[r->rank]};
-            MailOp o = {.out = y[r->rank], .bytes = bytes, .peer = (r->rank + ranks - 1) % ranks};
+            MailOp s = {.in = x, .bytes = bytes, .peer = (r->rank + 1) % ranks, .source = pieces ? NODE_PIECED : threads ? NODE_SHARED : NODE_REMOTE, .place = (uint64_t)(uintptr_t)x};
+            MailOp o = {.out = y, .bytes = bytes, .peer = (r->rank + ranks - 1) % ranks};
             while (mail_send(&r->m, &s, 0) == MAIL_FULL) open_ring(r, s.peer);
             receive(r, &o);
             while (!node_wait(&r->e, &o.state)) {}
@@ -211,44 +224,15 @@ static void *bench(void *arg) {
 }
 
 int main(int argc, char **argv) {
-    void *(*work)(void *) = program;
-    threads = !strcmp(argv[1], "threads"), ranks = atoi(argv[2]);
+    read_arguments(argc, argv);
     uint64_t seed = strtoull(argv[3], 0, 10);
-    int programs = atoi(argv[4]), bad = 0;
-    for (int i = 5; i < argc; i++) rendezvous |= !strcmp(argv[i], "rendezvous"), killer |= !strcmp(argv[i], "kill"), pieces |= !strcmp(argv[i], "pieces"), work = !strcmp(argv[i], "bench") ? bench : work;
+    rendezvous = has_word(argc, argv, "rendezvous"), pieces = has_word(argc, argv, "pieces");
+    pairing = has_word(argc, argv, "pairs"), scarce = has_word(argc, argv, "scarce");
     for (int i = 0; i < MAIL_TEXT_BYTES; i++) texts[i] = (char)(i * 7 + i / 256);
-    doors = shared_memory(sizeof(NodeDoor) * MAX_R), lanes = shared_memory(sizeof(NodeLane) * MAX_R);
-    slots = shared_memory(sizeof(MailSlot) * MAX_R * MAX_R), heaps = shared_memory((size_t)HEAP * (size_t)ranks);
-    pids = shared_memory(4 * MAX_R);
+    lanes = shared_memory(sizeof(NodeLane) * MAX_R), slots = shared_memory(sizeof(MailSlot) * MAX_R * MAX_R);
+    heaps = shared_memory((size_t)HEAP * (size_t)ranks);
     static Rank r[MAX_R];
-    for (int q = 0; q < ranks; q++) r[q] = (Rank){.rank = q, .seed = seed, .programs = programs};
-    if (threads) {
-        pthread_t t[MAX_R];
-        for (int q = 0; q < ranks; q++) pthread_create(&t[q], 0, work, &r[q]);
-        for (int q = 0; q < ranks; q++) { void *rc; pthread_join(t[q], &rc); bad |= rc != 0; }
-    } else {
-        pid_t child[MAX_R];
-        for (int q = 0; q < ranks; q++) {
-            if (!(child[q] = fork())) {
-                prctl(PR_SET_PDEATHSIG, SIGKILL);
-                for (int p = 0; p < ranks; p++) while (!pids[p]) usleep(100);
-                exit((int)(intptr_t)work(&r[q]));
-            }
-            pids[q] = child[q];
-        }
-        int victim = (int)(mix(seed) % (uint64_t)ranks), lost = 0;
-        if (killer) usleep((useconds_t)(mix(seed + 5) % 30000)), kill(child[victim], SIGKILL);
-        for (int left = ranks; left; left--) {
-            int status;
-            pid_t p = waitpid(-1, &status, 0);
-            if (killer && p == child[victim]) {
-                atomic_store(&doors[victim].left, 1);
-                for (int k = 0; k < ranks; k++) node_wake(&doors[k]);
-            } else if (killer) lost += WIFEXITED(status) && WEXITSTATUS(status) == 4, bad |= !WIFEXITED(status) || (WEXITSTATUS(status) && WEXITSTATUS(status) != 4);
-            else bad |= status != 0;
-        }
-        if (killer) printf("lost on %d ranks ", lost);
-    }
-    printf("%s\n", bad ? "WRONG" : "ok");
-    return bad;
+    void *state[MAX_R];
+    for (int q = 0; q < ranks; q++) r[q] = (Rank){.rank = q, .seed = seed, .programs = atoi(argv[4])}, state[q] = &r[q];
+    return run_ranks(has_word(argc, argv, "bench") ? bench : program, state, seed, 30000);
 }

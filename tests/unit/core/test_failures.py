@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
+CASES = "pending", "told", "in_place", "both", "probed", "no_memory", "answered"
 
-@pytest.mark.parametrize(
-    "case", ["pending", "told", "in_place", "both", "probed", "no_memory", "answered"]
-)
-def test_who_needs_a_rank_that_has_left_learns_it(compiled, case):
-    command = [str(compiled("failures.c")), case]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+@pytest.fixture(scope="module")
+def failures(driver):
+    return driver("failures.c")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_needs_a_rank_that_has_left_learns_it(failures, case):
+    failures.succeeds(case)

@@ -2,35 +2,13 @@
 #define _GNU_SOURCE
 #include "node.h"
 #include "kernels.h"
-#include <errno.h>
-#include <pthread.h>
-#include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
+#include "ranks.h"
 
-enum { WINDOWS = 4, MAX_PENDING = 40, HEAP = 48 << 20, MAX_R = 64 };
-static int ranks, threads, killer, stopper, lates, pairing;
-static void *(*work)(void *);
-static NodeDoor *doors;
+enum { WINDOWS = 4, MAX_PENDING = 40, HEAP = 48 << 20 };
+static int lates;
 static NodeLane *lanes[WINDOWS + 1]; /* the last one is of both threads of a rank */
 static char *heaps; /* of SHARED arrays: one for each rank */
 static int members[WINDOWS + 1][MAX_R], sizes[WINDOWS + 1];
-static int32_t pids[MAX_R];
-static volatile int32_t *shared_pids;
-
-static void *shared_memory(size_t bytes) {
-    void *p = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) perror("mmap"), exit(2);
-    return p;
-}
-static uint64_t mix(uint64_t a) {
-    a ^= a >> 30, a *= 0xbf58476d1ce4e5b9u, a ^= a >> 27, a *= 0x94d049bb133111ebu;
-    return a ^ a >> 31;
-}
-static uint64_t rng(uint64_t *s) { return mix(*s += 0x9e3779b97f4a7c15u); }
 
 typedef struct { pthread_mutex_t mutex; NodeWindow *w; long count; } Common;
 typedef struct { int rank, thread; uint64_t seed; int programs; NodeEngine *e; Common *common; NodeWindow w[WINDOWS + 1]; } Rank;
@@ -56,7 +34,7 @@ static int engine(Rank *r) {
             w->lane[q] = &lanes[i][q], w->door[q] = &doors[m];
             char **one = malloc(sizeof(char *));
             one[0] = heaps + (size_t)m * HEAP, w->segment[q] = one;
-            pid[q] = threads ? getpid() : shared_pids[m];
+            pid[q] = threads ? getpid() : pids[m];
         }
         w->pid = pid;
     }
@@ -271,7 +249,7 @@ static void *bells(void *arg) {
         }
     }
     if (!threads) { /* each has a word of its own at this address, written before the first bell */
-        int pid = shared_pids[1 - r->rank];
+        int pid = pids[1 - r->rank];
         if (!node_can_read(pid, &secret, 8 - (uint64_t)r->rank) || node_can_read(pid, &secret, 7 + (uint64_t)r->rank) || node_can_read(pid, (void *)8, 0))
             return fprintf(stderr, "rank %d: does not tell whether it can read\n", r->rank), (void *)1;
         /* The other one may end now: not before it has been read. */
@@ -394,17 +372,14 @@ static void *pair(void *arg) {
 }
 
 int main(int argc, char **argv) {
-    threads = !strcmp(argv[1], "threads");
-    ranks = atoi(argv[2]);
-    uint64_t seed = argc > 3 ? strtoull(argv[3], 0, 10) : 1;
-    int programs = argc > 4 ? atoi(argv[4]) : 100;
-    work = program;
-    for (int i = 5; i < argc; i++) killer |= !strcmp(argv[i], "kill"), stopper |= !strcmp(argv[i], "stop"), lates |= !strcmp(argv[i], "late"),
-        work = !strcmp(argv[i], "bench") ? bench : !strcmp(argv[i], "mismatch") ? mismatch : !strcmp(argv[i], "bells") ? bells : !strcmp(argv[i], "texts") ? texts : work, pairing |= !strcmp(argv[i], "pairs");
-    if (pairing) work = pair;
-    doors = shared_memory(sizeof(NodeDoor) * (size_t)ranks);
+    read_arguments(argc, argv);
+    uint64_t seed = strtoull(argv[3], 0, 10);
+    int pairing = has_word(argc, argv, "pairs");
+    lates = has_word(argc, argv, "late");
+    static const struct { const char *word; void *(*work)(void *); } others[] = {{"bench", bench}, {"mismatch", mismatch}, {"bells", bells}, {"texts", texts}, {"pairs", pair}};
+    void *(*work)(void *) = program;
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) if (has_word(argc, argv, others[i].word)) work = others[i].work;
     heaps = shared_memory((size_t)HEAP * (size_t)ranks);
-    shared_pids = shared_memory(4 * MAX_R);
     for (int i = 0; i <= WINDOWS; i++) {
         lanes[i] = shared_memory(sizeof(NodeLane) * (size_t)ranks);
         uint64_t s = mix(seed + (uint64_t)i);
@@ -412,44 +387,7 @@ int main(int argc, char **argv) {
             if (i == 0 || i == WINDOWS || pairing || (i == 1 && q % 2 == 0) || (i > 1 && (rng(&s) % 2 || (!sizes[i] && q == ranks - 1)))) members[i][sizes[i]++] = q;
     }
     static Rank r[MAX_R];
-    for (int q = 0; q < ranks; q++) r[q] = (Rank){.rank = q, .seed = seed, .programs = programs};
-    int bad = 0;
-    if (threads) {
-        pthread_t t[MAX_R];
-        for (int q = 0; q < ranks; q++) pthread_create(&t[q], 0, work, &r[q]);
-        for (int q = 0; q < ranks; q++) { void *rc; pthread_join(t[q], &rc); bad |= rc != 0; }
-    } else {
-        for (int q = 0; q < ranks; q++) {
-            if (!(pids[q] = fork())) {
-                prctl(PR_SET_PDEATHSIG, SIGKILL);
-                for (int p = 0; p < ranks; p++) while (!shared_pids[p]) usleep(100);
-                exit((int)(intptr_t)work(&r[q]));
-            }
-            shared_pids[q] = pids[q]; /* by the parent: a rank may be killed before its first line */
-        }
-        int victim = (int)(mix(seed) % (uint64_t)ranks), left = ranks, lost = 0;
-        if (killer) { usleep((useconds_t)(mix(seed + 5) % 60000)); kill(pids[victim], SIGKILL); }
-        while (left) {
-            int status;
-            pid_t p = waitpid(-1, &status, stopper ? WNOHANG : 0);
-            if (p > 0) {
-                left--;
-                for (int q = 0; q < ranks; q++) if (pids[q] == p) {
-                    if (killer && q == victim) { /* what a pidfd would tell */
-                        atomic_store(&doors[q].left, 1);
-                        for (int k = 0; k < ranks; k++) node_wake(&doors[k]);
-                    } else if (killer) { lost += WIFEXITED(status) && WEXITSTATUS(status) == 4; bad |= !WIFEXITED(status) || (WEXITSTATUS(status) != 4 && WEXITSTATUS(status) != 0); }
-                    else bad |= status != 0;
-                    pids[q] = 0;
-                }
-            } else {
-                int q = (int)(rng(&seed) % (uint64_t)ranks);
-                if (pids[q]) { kill(pids[q], SIGSTOP); usleep((useconds_t)(rng(&seed) % 8000)); kill(pids[q], SIGCONT); }
-                usleep(1000);
-            }
-        }
-        if (killer) printf("lost on %d ranks ", lost);
-    }
-    printf("%s\n", bad ? "WRONG" : "ok");
-    return bad;
+    void *state[MAX_R];
+    for (int q = 0; q < ranks; q++) r[q] = (Rank){.rank = q, .seed = seed, .programs = atoi(argv[4])}, state[q] = &r[q];
+    return run_ranks(work, state, seed, 60000);
 }
