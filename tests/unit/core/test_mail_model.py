@@ -237,7 +237,7 @@ def random_scenario(rng):
 
 
 def test_random_programs():
-    for seed in range(60 if is_deep() else 10):
+    for seed in range(40 if is_deep() else 10):
         rng = random.Random(seed)
         scenario, order = random_scenario(rng), rng.choice(["tso", "arm"])
         fault = explore(scenario, order=order, limit=8_000 if is_deep() else 1_000)[1]
