@@ -581,3 +581,9 @@ def explore(
     if stuck < 0:
         return len(came), ""
     return len(came), f"from here not all ranks come to their end, whatever they do\n{way(stuck)}"
+
+
+def holds(scenario: Scenario, order: str, limit: int = 10**7) -> None:
+    """Assert that nothing is found, with all rules."""
+    fault = explore(scenario, order=order, limit=limit)[1]
+    assert not fault, f"{scenario}\n{fault}"

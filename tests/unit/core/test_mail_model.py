@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.depth import deep, is_deep
-from tests.unit.core.interleavings import LEAVE, explore
+from tests.unit.core.interleavings import LEAVE, explore, holds
 from tests.unit.core.mail_model import (
     CANCELLED,
     DONE,
@@ -134,11 +134,6 @@ NEEDED = {
 }
 OF_ARM = ("number release", "number acquire", "ring release", "taken release", "sleep fence")
 SCENARIOS = list(dict.fromkeys([*NEEDED.values(), WRAPPED]))
-
-
-def holds(scenario, order, limit=10**7):
-    fault = explore(scenario, order=order, limit=limit)[1]
-    assert not fault, f"{scenario}\n{fault}"
 
 
 def fails_without(rule, order):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.depth import deep, deep_but, is_deep
-from tests.unit.core.interleavings import LEAVE, explore
+from tests.unit.core.interleavings import LEAVE, explore, holds
 from tests.unit.core.node_model import (
     DONE,
     INLINE,
@@ -145,11 +145,6 @@ NEEDED = {
     "before a mismatch": LEFT_BEFORE_IT_READ,
 }
 OF_ARM = ("word release", "word acquire", "counter release", "sleep fence")
-
-
-def holds(scenario, order, limit=10**7):
-    fault = explore(scenario, order=order, limit=limit)[1]
-    assert not fault, f"{scenario}\n{fault}"
 
 
 def fails_without(rule, order):
