@@ -32,6 +32,7 @@ __all__ = [
     "aligned_empty",
     "array_shape",
     "memory_at",
+    "zero_pages",
 ]
 
 
@@ -66,6 +67,14 @@ def aligned_bytes(nbytes: int) -> HostArray:
     mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(_HUGE_PAGES)
     return _from(np.frombuffer(mapping, np.uint8), nbytes, _HUGE_PAGE_BYTES)
+
+
+def zero_pages(rows: int, nbytes: int) -> list[HostArray]:
+    """Return rows of zero bytes, of which only those pages cost memory that are written."""
+    block = mmap.mmap(-1, rows * nbytes)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        block.madvise(mmap.MADV_NOHUGEPAGE)
+    return [*np.frombuffer(block, np.uint8).reshape(rows, nbytes)]
 
 
 def _from(raw: HostArray, nbytes: int, alignment_bytes: int) -> HostArray:

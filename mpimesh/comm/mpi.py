@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 from mpi4py import MPI
 
+from mpimesh.arrays.memory import zero_pages
 from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Moved, ProgressEngine, Steps, poll
@@ -26,7 +27,6 @@ from mpimesh.comm.requests import (
     MAX_USER_TAG,
     WHOLE_MESSAGE_BYTES,
     Condition,
-    Mailbox,
     Receive,
     RecvRequest,
     Request,
@@ -35,7 +35,8 @@ from mpimesh.comm.requests import (
     chunk_slices,
     cut,
 )
-from mpimesh.core.node import Door
+from mpimesh.core.mail import Mail, slot_bytes
+from mpimesh.core.node import DOOR_BYTES, LANE_BYTES, Door, Engine, Window
 from mpimesh.errors import TransportError
 
 __all__ = ["MPICommunicator"]
@@ -47,8 +48,6 @@ _SATURATES = "Open MPI" in MPI.Get_library_version()
 _AS_NUMPY = {op: _MPI_OPS[op] for op in ("sum", "prod") if op == "prod" or not _SATURATES}
 """What MPI does as NumPy does, whatever the dtype."""
 _LARGEST_COUNT_BEFORE_MPI_4 = 1 << 30
-_COPIED_BYTES = 1 << 16
-"""Up to this size a message to oneself is copied, and its send is done at once."""
 
 _OWNERS: dict[int, str] = {}
 """What each communicator is for that was split and not freed, by its handle in MPI."""
@@ -83,8 +82,6 @@ class MPICommunicator(Communicator):
         self._large_blocks_in_pairs = bool(limit) or before_4
         self.rank = comm.rank
         self.size = comm.size
-        # MPICH copies 8 KiB in a test of a message to oneself: 16 MiB take 2,055 tests.
-        self._to_self = Mailbox(self.rank)
 
     @classmethod
     def duplicate(cls, comm: MPI.Intracomm, *, limit: int = 0) -> MPICommunicator:
@@ -230,11 +227,9 @@ class MPICommunicator(Communicator):
 
     def isend(self, buffer: HostArray, dest: int, tag: int) -> Request:
         """Send `buffer`."""
-        if self.node_mail is not None and self.node_mail.reaches(dest):
-            return self.node_mail.send(buffer, dest, tag)
-        if dest == self.rank:
-            copy = buffer.nbytes <= _COPIED_BYTES
-            return self._to_self.send(buffer, tag, copy=copy)
+        mail = self._mail_with(dest)
+        if mail is not None:
+            return mail.send(buffer, dest, tag)
         if buffer.size <= self._message_limit:
             request = _begin("send", self._comm.Isend, buffer, dest, tag)
             door = self.doors[dest] if self.doors else None
@@ -246,10 +241,9 @@ class MPICommunicator(Communicator):
 
     def irecv(self, buffer: HostArray, source: int, tag: int) -> RecvRequest:
         """Receive into `buffer`."""
-        if self.node_mail is not None and self.node_mail.reaches(source):
-            return self.node_mail.receive(buffer, source, tag)
-        if source == self.rank:
-            return self._to_self.receive(buffer, tag)
+        mail = self._mail_with(source)
+        if mail is not None:
+            return mail.receive(buffer, source, tag)
         if buffer.size <= self._message_limit:
             try:
                 request = self._comm.Irecv(buffer, source, tag)
@@ -268,13 +262,31 @@ class MPICommunicator(Communicator):
 
     def probe(self, tag: int) -> tuple[int, int] | None:
         """Return (source, bytes) of a message with `tag` that waits to be received."""
-        near = self._to_self.find(tag) if self.node_mail is None else self.node_mail.probe(tag)
+        near = (self.node_mail or self._own_mail).probe(tag)
         if near is not None or (self.node_mail is not None and not self.nodes):
             return near
         status = MPI.Status()
         if not self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
             return None
         return status.Get_source(), status.Get_count(MPI.BYTE)
+
+    def _mail_with(self, rank: int) -> Mail | None:
+        """Return what moves messages to and from a rank in memory; None if MPI does."""
+        mail = self.node_mail
+        if mail is not None and mail.reaches(rank):
+            return mail
+        return self._own_mail if rank == self.rank else None
+
+    @cached_property
+    def _own_mail(self) -> Mail:
+        """The messages of this rank to itself, where it shares no memory with others.
+
+        MPICH copies 8 KiB of one in a test: 16 MiB take 2,055 tests.
+        """
+        door = Door(np.zeros(DOOR_BYTES, np.uint8))
+        memory = zero_pages(1, LANE_BYTES + slot_bytes(1))
+        window = Window(Engine(door), 0, memory, [0], [door], is_threads=True)
+        return Mail(window, memory, [LANE_BYTES], [self.rank], self.size, None, [])
 
     # -- life --------------------------------------------------------------------
 
@@ -345,6 +357,8 @@ class MPICommunicator(Communicator):
         if not self._freed and not MPI.Is_finalized():
             self._freed = True
             self.free_device(unended=unended)
+            if "_own_mail" in self.__dict__:
+                self._own_mail.close()
             if unended:
                 _OWNERS[MPI._handleof(self._comm)] = "closed meshes whose operations did not end"
             else:

@@ -1,23 +1,18 @@
-"""Requests of what is under way between ranks, and messages of a rank to itself."""
+"""Requests of what is under way between ranks."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from threading import Lock
 from typing import Protocol
 
 from mpimesh.arrays import ArrayPool
 from mpimesh.arrays.namespace import Array, HostArray
-from mpimesh.errors import TransportError
 
 __all__ = [
     "MAX_USER_TAG",
     "WHOLE_MESSAGE_BYTES",
     "Condition",
-    "Mailbox",
     "Messages",
     "Receive",
     "RecvRequest",
@@ -139,110 +134,3 @@ def cut(array: Array, counts: Sequence[int]) -> list[Array]:
 def chunk_slices(size: int, step: int, start: int = 0) -> list[slice]:
     """Return the places of chunks of `step` elements, up to `size`; the last may be shorter."""
     return [slice(at, min(at + step, size)) for at in range(start, size, max(1, step))]
-
-
-# -- messages of a rank to itself ----------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class _Sent:
-    """A message.
-
-    Attributes:
-        data: Its elements.
-        taken: Whether the receive has it, or a copy was made: the sender's buffer is its own again.
-    """
-
-    data: HostArray
-    taken: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _PostedReceive:
-    """A receive.
-
-    Attributes:
-        buffer: Where the message comes.
-        nbytes: Its size; -1 until it is here.
-        error: Why it cannot be received.
-    """
-
-    buffer: HostArray
-    nbytes: int = -1
-    error: TransportError | None = None
-
-    def take(self, message: _Sent, rank: int, tag: int) -> None:
-        """Copy `message` into the buffer; the mailbox's lock is held."""
-        nbytes = message.data.nbytes
-        if nbytes > self.buffer.nbytes:
-            self.error = TransportError(
-                f"rank {rank} receives {self.buffer.nbytes} bytes from rank {rank} with tag "
-                f"{tag}, but {nbytes} bytes were sent"
-            )
-        else:
-            self.buffer.view("u1")[:nbytes] = message.data.view("u1")
-        self.nbytes = nbytes
-        message.taken = True
-
-    def is_here(self) -> bool:
-        """Tell whether the message is here."""
-        if self.error is not None:
-            raise self.error
-        return self.nbytes >= 0
-
-
-class Mailbox:
-    """Messages of a rank to itself; those of one tag meet their receives in order.
-
-    Args:
-        rank: The rank.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._lock = Lock()
-        self._sent: defaultdict[int, deque[_Sent]] = defaultdict(deque)
-        self._posted: defaultdict[int, deque[_PostedReceive]] = defaultdict(deque)
-
-    def send(self, buffer: HostArray, tag: int, *, copy: bool) -> Condition:
-        """Send `buffer`; if no receive waits for it, a copy of it if `copy`.
-
-        The request is done when the buffer may be written again.
-        """
-        message = _Sent(buffer)
-        with self._lock:
-            posted = self._posted[tag]
-            if posted:
-                posted.popleft().take(message, self._rank, tag)
-            elif copy:
-                self._sent[tag].append(_Sent(buffer.copy()))
-                message.taken = True
-            else:
-                self._sent[tag].append(message)
-        return Condition(lambda: message.taken)
-
-    def receive(self, buffer: HostArray, tag: int) -> Receive:
-        """Receive the next message into `buffer`."""
-        receive = _PostedReceive(buffer)
-        with self._lock:
-            sent = self._sent[tag]
-            if sent:
-                receive.take(sent.popleft(), self._rank, tag)
-            else:
-                self._posted[tag].append(receive)
-
-        def cancel() -> bool:
-            with self._lock:
-                posted = self._posted[tag]
-                if receive not in posted:
-                    return False
-                posted.remove(receive)
-                return True
-
-        return Receive(receive.is_here, lambda: receive.nbytes, cancel)
-
-    def find(self, tag: int) -> tuple[int, int] | None:
-        """Return the rank and the bytes of a message that waits to be received; None for none."""
-        with self._lock:
-            sent = self._sent.get(tag)
-            return (self._rank, sent[0].data.nbytes) if sent else None

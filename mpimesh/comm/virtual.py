@@ -19,7 +19,6 @@ that have waited before.
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from collections import defaultdict
@@ -27,6 +26,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mpimesh.arrays.memory import zero_pages
 from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.algorithms import Algorithms
 from mpimesh.comm.base import NodeCommunicator
@@ -64,7 +64,7 @@ class VirtualWorld:
         self._circle = circle
         # Reentrant: who finds a deadlock may have it told by all.
         self.lock = threading.RLock()
-        self.doors = [Door(row) for row in _zeros(size, DOOR_BYTES)]
+        self.doors = [Door(row) for row in zero_pages(size, DOOR_BYTES)]
         self.engines = [Engine(door, is_thread=True) for door in self.doors]
         self.failure: tuple[int, BaseException] | None = None
         self._stirred = [False] * size
@@ -331,8 +331,8 @@ class _Context:
         self.splits: dict[int, _Split] = {}
         self.offers: dict[int, HostArray] = {}
         self.num_offers = 0
-        self._lanes = _zeros(size, LANE_BYTES)
-        self._slots = _zeros(size, slot_bytes(size))
+        self._lanes = zero_pages(size, LANE_BYTES)
+        self._slots = zero_pages(size, slot_bytes(size))
         self._rings: list[HostArray] = []  # which others read as long as they like
 
     def window(self, engine: Engine, rank: int, doors: list[Door]) -> Window:
@@ -371,11 +371,3 @@ class _Split:
             part = tuple(rank for _, rank in sorted(ranks))
             self.parts[color] = _Context(world, len(part)), part
         self.done = True
-
-
-def _zeros(rows: int, nbytes: int) -> list[HostArray]:
-    """Return rows of bytes, of which only those pages cost memory that are written."""
-    block = mmap.mmap(-1, rows * nbytes)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        block.madvise(mmap.MADV_NOHUGEPAGE)
-    return [*np.frombuffer(block, np.uint8).reshape(rows, nbytes)]
