@@ -261,20 +261,17 @@ def _map_most(fd: int) -> HostArray:
 class Node:
     """This process's arena, and those of others on its node that it has opened.
 
-    Args:
-        part: Stands for a part of the node that is taken for a node of its own.
-
     Attributes:
         arena: The memory of this process; None if there can be none.
         core: What this process has started in memory that its node shares; None without an arena.
         why_not: Why there is none.
     """
 
-    def __init__(self, part: int = 0) -> None:
+    def __init__(self) -> None:
         self.arena: Arena | None = None
         self.core: Engine | None = None
         self.why_not = ""
-        self._key = _node_key(part)
+        self._key = _node_key()
         self._opened: dict[tuple[int, ...], HostArray] = {}
         self._kept: list[HostArray | None] = []
         try:
@@ -344,12 +341,11 @@ def _open(address: tuple[int, ...]) -> HostArray:
     return found
 
 
-def _node_key(part: int) -> int:
+def _node_key() -> int:
     """Return a number that two processes share only if they see each other's process numbers."""
     boot, numbers = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     facts = [
         socket.gethostname(),
-        str(part),
         boot.read_text().strip() if boot.exists() else "",
         str(numbers.readlink()) if numbers.is_symlink() else "",  # containers have their own
     ]

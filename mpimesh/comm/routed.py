@@ -325,6 +325,8 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
                 for memory in (self._kept, *self._once, *copies, *rings):
                     self._node.keep(memory)
                 self._freed = True
+            elif mail is not None:
+                mail.rings.clear()  # a group, or a handle, may be kept longer
         if self.lending is not None:
             self.lending.close(self._node.keep)
         rail = None if self._levels is None else self._levels.rail

@@ -673,7 +673,7 @@ cdef class Starter:
             started = scope.steps(started)
         return started
 
-    def post(self, CallRecord call not None, PlanRecord plan not None):
+    cpdef bint post(self, CallRecord call, PlanRecord plan) except -1:
         """Post what does not go by the window, for the ranks to compare; tell whether they are known to differ."""
         if self.node is None or call.posted is not None:
             return False
@@ -805,20 +805,28 @@ cdef class Starter:
 
     cdef Handle launch(self, PlanRecord plan, Operation operation, CallRecord call, value):
         """Start what is bound, and give its handle out."""
-        cdef Handle handle = <Handle>_new(self._handle)
         call.number = self.ledger.started = self.ledger.started + 1
-        handle._group, handle._call, handle._value = self, call, value
-        if self.state.recorder is not None:
-            if plan.code is not call.code or plan.offset != call.offset:
-                plan.code, plan.offset = call.code, call.offset
-                plan.text = self.state.recorder.text_of(self, call)
-            call.record = self.state.recorder.write(call.number, plan.nbytes, plan.text)
+        self.record(plan, call)
         operation.c.call = <unsigned int>call.number
         if plan.digest:
             operation.c.digest = <unsigned int>plan.digest
         operation.begin()
-        handle._request = operation
         plan.tally.started += 1
+        return self.hand_out(call, value, operation)
+
+    cdef record(self, PlanRecord plan, CallRecord call):
+        """Write a start of a plan into the flight record, if there is one."""
+        if self.state.recorder is None:
+            return
+        if plan.code is not call.code or plan.offset != call.offset:
+            plan.code, plan.offset = call.code, call.offset
+            plan.text = self.state.recorder.text_of(self, call)
+        call.record = self.state.recorder.write(call.number, plan.nbytes, plan.text)
+
+    cdef Handle hand_out(self, CallRecord call, value, request):
+        """Return the handle of what has started."""
+        cdef Handle handle = <Handle>_new(self._handle)
+        handle._group, handle._call, handle._value, handle._request = self, call, value, request
         handle._work, handle._state = self.open_work, self.state
         self.open_work.add(handle)
         self.state.note(call)

@@ -666,17 +666,17 @@ static int mail_receive(MailBox *m, MailOp *o, void *owner) {
     }
     MailNote **at = &p->note, *n, *after;
     while ((n = *at) && n->item.tag != o->tag) at = &n->next;
-    int found = 0;
+    int matched = 0;
     if (n) {
         after = n->next;
         if (mail_goes_straight(o, &n->item)) {
-            if ((found = mail_deliver(m, p, o, &n->item))) mail_free_note(n);
-        } else if (!(found = mail_match(m, p, o, n))) {
+            if ((matched = mail_deliver(m, p, o, &n->item))) mail_free_note(n);
+        } else if (!(matched = mail_match(m, p, o, n))) {
             o->note = 0, n->op = 0;
         }
-        if (found && !(*at = after)) p->note_end = at;
+        if (matched && !(*at = after)) p->note_end = at;
     }
-    if (n && !found) {
+    if (n && !matched) {
         mail_unlock(m);
         return MAIL_NO_MEMORY;
     }
@@ -723,29 +723,29 @@ static int mail_cancel(MailBox *m, MailOp *o) {
     mail_lock(m);
     MailOp **at = &p->posted;
     while (*at && *at != o) at = &(*at)->next;
-    int found = *at != 0;
-    if (found) {
+    int is_posted = *at != 0;
+    if (is_posted) {
         if (!(*at = o->next)) p->posted_end = at;
         mail_over(m, o, MAIL_CANCELLED);
     }
     mail_unlock(m);
-    return found;
+    return is_posted;
 }
 
 /* The rank whose message of this tag waits to be received, and its bytes; -1 for none. A wait for one is rung. */
 static int mail_probe(MailBox *m, int32_t tag, uint64_t *bytes) {
-    int found = -1;
+    int source = -1;
     mail_lock(m);
-    for (int q = 0; q < m->window->size && found < 0; q++) {
+    for (int q = 0; q < m->window->size && source < 0; q++) {
         MailPeer *p = &m->peer[q];
         mail_take(m, p);
-        for (MailNote *n = p->note; n && found < 0; n = n->next)
-            if (n->item.tag == tag) found = q, *bytes = n->item.bytes;
+        for (MailNote *n = p->note; n && source < 0; n = n->next)
+            if (n->item.tag == tag) source = q, *bytes = n->item.bytes;
     }
-    m->listening = found < 0;
+    m->listening = source < 0;
     for (int q = 0; m->listening && q < m->window->size; q++) mail_list(m, &m->peer[q]);
     mail_unlock(m);
-    return found;
+    return source;
 }
 
 /* True where nothing is under way. */

@@ -163,8 +163,8 @@ cdef class Mail:
         """Return (source, bytes) of a message with `tag` that waits to be received, or None."""
         cdef uint64_t nbytes = 0
         self.check_open()
-        cdef int found = mail_probe(&self.c, tag, &nbytes)
-        return None if found < 0 else (self._ranks[found], nbytes)
+        cdef int source = mail_probe(&self.c, tag, &nbytes)
+        return None if source < 0 else (self._ranks[source], nbytes)
 
     @property
     def idle(self):
@@ -197,22 +197,20 @@ cdef class Mail:
     cdef open(self, int place):
         """Make a ring to another rank, by which receives from it are answered, too; the next one if one is full."""
         cdef cnp.ndarray ring
-        cdef uintptr_t at
+        cdef uintptr_t address, offset
         if mail_reuse_ring(&self.c, place):
             return
-        if self._arena is None:
+        if self._arena is None:  # the others have it at the same address
             ring = numpy.zeros(sizeof(MailRing) + 128, numpy.uint8)
-            at = (<uintptr_t>cnp.PyArray_DATA(ring) + 127) & ~<uintptr_t>127
-            self.rings.append(ring)
-            mail_new_ring(&self.c, place, <MailRing *>at, at)
-            return
-        found = self._arena.empty(sizeof(MailRing))
-        if found is None:
-            raise TransportError("no memory is left that other ranks of the node can read")
-        ring = found
-        memset(cnp.PyArray_DATA(ring), 0, MAIL_CELLS_BYTES)
+            address = offset = (<uintptr_t>cnp.PyArray_DATA(ring) + 127) & ~<uintptr_t>127
+        else:
+            ring = self._arena.empty(sizeof(MailRing))
+            if ring is None:
+                raise TransportError("no memory is left that other ranks of the node can read")
+            memset(cnp.PyArray_DATA(ring), 0, MAIL_CELLS_BYTES)
+            address, offset = <uintptr_t>cnp.PyArray_DATA(ring), self._arena.find(ring)
         self.rings.append(ring)
-        mail_new_ring(&self.c, place, <MailRing *>cnp.PyArray_DATA(ring), self._arena.find(ring))
+        mail_new_ring(&self.c, place, <MailRing *>address, offset)
 
     cdef void sweep(self):
         """Let go of the messages that are over."""
@@ -314,11 +312,6 @@ cdef class Message:
         return self.mail is other.mail and self.c.peer == other.c.peer and self.c.tag == other.c.tag
 
     @property
-    def tag(self):
-        """The tag."""
-        return self.c.tag
-
-    @property
     def head(self):
         """The head that came, or is expected."""
         return self.c.head
@@ -333,12 +326,12 @@ cdef class Message:
 
     cdef bint is_free(self):
         """Tell whether a send, which is not over, needs its array no more."""
-        cdef bint found
+        cdef bint is_free
         if self.c.bytes <= self.mail.short_bytes:
             return mail_detach(&self.mail.c, &self.c)
         with nogil:
-            found = mail_detach(&self.mail.c, &self.c)
-        return found
+            is_free = mail_detach(&self.mail.c, &self.c)
+        return is_free
 
     cdef void spend(self, double longest_s):
         """Wait for it so long, without a look at anything else."""

@@ -1,4 +1,4 @@
-# Messages of a group that are alike earlier ones; a part of call.pyx.
+# Messages of a group between ranks that share memory; a part of call.pyx.
 
 from mpimesh.core.mail cimport Mail, Message
 
@@ -20,221 +20,144 @@ cdef bint _has_come(Message message, bint alone) except -1:
     return True
 
 
-cdef class Route:
-    """What messages alike have in common: where they go to or come from, and what they are.
+cdef class Route(PlanRecord):
+    """The plan of a send, of a receive, or of a shift, which is both.
 
     Args:
-        call: A call of them.
-        counter: Counts them.
-        peer: The other rank.
-        tag: Their tag, as the caller gives it.
-        wire_tag: The same among all messages of the ranks.
-        head: Stands for dtype, shape and group.
-        text: The same as text; None for a receive.
-        like: An array like those to send, or to receive into; None if it comes with the message.
-        nbytes: Bytes that this rank puts in.
-        receiver: What a receive makes of a message that is another one.
-        guess: Shape and dtype of what comes in all likelihood, where `like` is None.
+        call: What is called.
+        wire_tag: Its tag among all messages of the ranks.
+        dest, source: The ranks that it sends to and receives from; -1 for none.
+
+    Attributes:
+        source, wire_tag: The same.
+        description, head: What is sent, as text and as the text's digest.
+        expected_head: The digest of what is received straight into its array; 0 for none.
+        guess: Shape and dtype of what comes in all likelihood, where no array is given to receive into.
     """
 
-    cdef CallRecord call
-    cdef Counter counter
-    cdef long peer, tag, nbytes
-    cdef int wire_tag
-    cdef unsigned long long head
-    cdef bytes text, record_text
-    cdef cnp.ndarray like
-    cdef tuple guess
-    cdef object descr, receiver, code
-    cdef int offset
-    cdef Route next
+    cdef public bytes description
+    cdef public unsigned long long head, expected_head
+    cdef public tuple guess
+    cdef readonly long dest, source
+    cdef readonly int wire_tag
+    cdef object peers
+    cdef int unread  # how a start changes the messages that are sent and not received
 
-    def __init__(
-        self,
-        CallRecord call not None,
-        Counter counter not None,
-        long peer,
-        long tag,
-        int wire_tag,
-        unsigned long long head,
-        bytes text,
-        cnp.ndarray like,
-        long nbytes=0,
-        receiver=None,
-        tuple guess=None,
-    ):
-        self.guess, self.call, self.counter, self.peer, self.tag, self.wire_tag = guess, call, counter, peer, tag, wire_tag
-        self.head, self.text, self.nbytes, self.receiver = head, text, nbytes, receiver
-        if like is not None:
-            self.descr = <object>cnp.PyArray_DESCR(like)
-            self.like = numpy.broadcast_to(numpy.empty((), like.dtype), (<object>like).shape)
+    def __init__(self, CallRecord call not None, int wire_tag, long dest=-1, long source=-1):
+        self.name, self.rule, self.kind, self.shape_in, self.peers = call.name, call.rule, call.dtype, call.shape, call.peers
+        self.wire_tag, self.dest, self.source = wire_tag, dest, source
+        self.unread = {"send": 1, "recv": -1}.get(call.name, 0)
 
-    cdef bint fits(self, cnp.ndarray x, long peer, long tag) noexcept:
-        """Tell whether a message is like those of it; x is None if it has no array yet."""
-        if self.peer != peer or self.tag != tag or (x is None) != (self.like is None):
-            return False
-        return x is None or self.descr is <object>cnp.PyArray_DESCR(x) and cnp.PyArray_SAMESHAPE(self.like, x)
+    def take(self, Message message not None):
+        """Make the result of a message that is not the expected one, or of any."""
+        raise NotImplementedError
 
 
-cdef class ShiftRoute(Route):
-    """What shifts alike have in common; the other arguments are those of a :class:`Route` of `offset` as its tag.
-
-    Args:
-        wrap: As the caller gives it.
-        dest, source: The other ranks; -1 where the row ends.
-        plan: How they are compared.
-    """
-
-    cdef object wrap
-    cdef long dest, source
-    cdef PlanRecord plan
-
-    def set_ends(self, wrap, long dest, long source, PlanRecord plan not None):
-        """Set what a :class:`Route` has not, and return it."""
-        self.wrap, self.dest, self.source, self.plan = wrap, dest, source, plan
-        return self
+_ANY_ARRAY = numpy.empty(0)  # in the place of an array to receive into, where none is given
 
 
 cdef class Courier:
-    """The messages of one group between ranks that share memory, where they are alike earlier ones.
+    """The messages of one group between ranks that share memory.
 
     Args:
-        core: The group, whose communicator has `node_mail`.
-        handle: Makes the handle of a call.
-        call: Makes the record of a call.
+        starter: The group's starts; its communicator has `node_mail`.
     """
 
-    cdef Starter core
-    cdef Ledger ledger
-    cdef object communicator, _handle, _call, modules
-    cdef Limits traffic
-    cdef State state
-    cdef str name
+    cdef Starter starter
     cdef Mail mail
-    cdef OpenWork open_work
-    cdef Route sends, receives
-    cdef ShiftRoute shifts
+    cdef object modules
+    cdef PlanRecord routes
     cdef int num_routes
 
-    def __init__(self, Starter core not None, handle, call):
-        self.core, self.ledger, self.communicator = core, core.ledger, core.communicator
-        self.mail, self.traffic, self.state = self.communicator.node_mail, core.traffic, core.state
-        self.open_work, self.name = core.open_work, core.name
-        self._handle, self._call, self.modules = handle, call, sys.modules
+    def __init__(self, Starter starter not None):
+        self.starter, self.mail, self.modules = starter, starter.communicator.node_mail, sys.modules
 
-    def learn(self, Route route not None, bint sends):
-        """Let further messages alike go by this route."""
-        self.make_room()
-        if sends:
-            route.next, self.sends = self.sends, route
-        else:
-            route.next, self.receives = self.receives, route
+    def keep(self, Route route not None, cnp.ndarray like, tuple options):
+        """Let calls alike go by this route; forget all others where they are many.
 
-    def learn_shift(self, ShiftRoute route not None):
-        """Let further shifts alike go by this route."""
-        self.make_room()
-        route.next, self.shifts = self.shifts, route
-
-    cdef make_room(self):
-        """Count one more route, and forget all others where they are many."""
+        Args:
+            route: That of a call which has started.
+            like: An array like those to send, or to receive into; None if none is given.
+            options: The other arguments.
+        """
+        route.make = route.name
+        if like is None:
+            route.make, like = "recv any", _ANY_ARRAY
+        if self.find(route.make, like, options) is not None:  # which is for plain arguments, unlike this call's
+            return
         if self.num_routes == MOST_ROUTES:
-            self.sends = self.receives = None
-            self.shifts = None
-            self.num_routes = 0
-        self.num_routes += 1
+            self.routes, self.num_routes = None, 0
+        route.options, route.descr = options, like.dtype
+        route.like = numpy.broadcast_to(numpy.empty((), like.dtype), (<object>like).shape)
+        route.next, self.routes, self.num_routes = self.routes, route, self.num_routes + 1
 
     def send(self, x, dest, tag):
         """Start to send an array as one like it was sent before; None if that takes more."""
-        cdef Route route
-        if type(x) is not cnp.ndarray or type(dest) is not int or type(tag) is not int:
-            return None
-        route = self.find(self.sends, <cnp.ndarray>x, dest, tag)
-        if route is None or not cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray>x) or not self.ready():
-            return None
-        message = self.mail.send(<cnp.ndarray>x, route.peer, route.wire_tag, route.head, route.text)
-        self.count(1)
-        return self.launch(route, self.new_call(route.call), message, None)
+        return None if type(x) is not cnp.ndarray else self.again("send", <cnp.ndarray>x, None, (dest, tag))
 
     def receive(self, source, out, tag):
         """Start to receive, into `out` or what comes, as was done before; None if that takes more."""
-        cdef Route route
-        cdef cnp.ndarray array = None
-        if type(source) is not int or type(tag) is not int:
+        if out is None:
+            return self.again("recv any", _ANY_ARRAY, None, (source, tag))
+        if type(out) is not cnp.ndarray or not _is_plain(<cnp.ndarray>out):
             return None
-        if out is not None:
-            if type(out) is not cnp.ndarray or not _is_plain(<cnp.ndarray>out):
-                return None
-            array = <cnp.ndarray>out
-        route = self.find(self.receives, array, source, tag)
-        if route is None or not self.ready() or "cupy" in self.modules:
-            return None
-        if route.guess is not None:
-            array = self.core.empty(*route.guess)
-        message = self.mail.receive(array, route.peer, route.wire_tag, route.head, route.receiver)
-        self.count(-1)
-        return self.launch(route, self.new_call(route.call), message, array)
+        return self.again("recv", <cnp.ndarray>out, <cnp.ndarray>out, (source, tag))
 
     def shift(self, x, offset, wrap):
         """Start a shift as one like it was started before; None if that takes more."""
-        cdef ShiftRoute route = self.shifts
-        cdef Message sent = None, message
-        cdef CallRecord call
-        if type(x) is not cnp.ndarray or type(offset) is not int or type(wrap) is not bool:
-            return None
-        while route is not None and not (route.wrap is wrap and route.fits(<cnp.ndarray>x, 0, offset)):
-            route = <ShiftRoute>route.next
-        if route is None or not cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray>x) or not self.ready():
-            return None
-        if "cupy" in self.modules or (self.state.tails and self.core.progress.busy(self.communicator)):
-            return None
-        call = self.new_call(route.call)
-        array = None
-        if route.source >= 0:  # first: where memory is lacking, nothing is sent
-            array = self.core.empty((<object>x).shape, (<cnp.ndarray>x).descr, numpy, x)
-        call.number = self.ledger.started = self.ledger.started + 1
-        if self.core.post(call, route.plan):
-            return None
-        # Both under way at once: a ring of ranks that all send first must not wait.
-        if route.dest >= 0:
-            sent = self.mail.send(<cnp.ndarray>x, route.dest, route.wire_tag, route.head, route.text)
-        if route.source < 0:
-            return self.launch(route, call, sent, None)
-        message = self.mail.receive(array, route.source, route.wire_tag, route.head, route.receiver)
-        if sent is not None and not sent.c.state:
-            message.rest = sent
-        return self.launch(route, call, message, array)
+        return None if type(x) is not cnp.ndarray else self.again("shift", <cnp.ndarray>x, None, (offset, wrap))
 
-    cdef Route find(self, Route route, cnp.ndarray x, long peer, long tag):
-        while route is not None and not route.fits(x, peer, tag):
+    cdef Route find(self, str name, cnp.ndarray x, tuple options):
+        cdef PlanRecord route = self.routes
+        while route is not None and not route.fits(name, x, options):
             route = route.next
-        return route
+        return <Route>route
 
-    cdef bint ready(self) except -1:
-        """Tell whether a start needs nothing else."""
-        return not (self.core.ledger is None or self.open_work.closed or self.traffic.budgets)
+    cdef again(self, str name, cnp.ndarray x, cnp.ndarray room, tuple options):
+        cdef Route route = self.find(name, x, options)
+        if route is None or not cnp.PyArray_IS_C_CONTIGUOUS(x):
+            return None
+        if self.starter.ledger is None or self.starter.open_work.closed or self.starter.traffic.budgets:
+            return None
+        if route.source >= 0 and "cupy" in self.modules:  # what comes may lie on a device
+            return None
+        return self.start(route, self.starter.new_call(route, None), None if route.dest < 0 else x, room)
 
-    cdef count(self, int change):
-        """Count a message that is sent, or begun to be received."""
-        self.ledger.unread += change
+    cpdef start(self, Route route, CallRecord call, cnp.ndarray x, cnp.ndarray room):
+        """Start a message, and give its handle out; None for a shift that has to wait for its turn.
 
-    cdef CallRecord new_call(self, CallRecord like):
-        """Return the record of a call made here."""
-        cdef CallRecord call = <CallRecord>_new(self._call)
-        call.name, call.group, call.rule, call.shape = like.name, self.name, like.rule, like.shape
-        call.dtype, call.peers, call.code = like.dtype, like.peers, _place(&call.offset)
-        return call
-
-    cdef Handle launch(self, Route route, CallRecord call, Message message, value):
-        """Give the handle of a message out."""
-        cdef Handle handle = <Handle>_new(self._handle)
-        handle._group, handle._call, handle._value, handle._request = self.core, call, value, message
-        if self.state.recorder is not None:
-            if route.code is not call.code or route.offset != call.offset:
-                route.code, route.offset = call.code, call.offset
-                route.record_text = self.state.recorder.text_of(self.core, call)
-            call.record = self.state.recorder.write(call.number, route.nbytes, route.record_text)
-        route.counter.started += 1
-        handle._work, handle._state = self.open_work, self.state
-        self.open_work.add(handle)
-        self.state.note(call)
-        return handle
+        Args:
+            route: How it goes.
+            call: What was called.
+            x: The array to send.
+            room: The array to receive into.
+        """
+        cdef Starter starter = self.starter
+        cdef Message sent = None, received
+        request = None
+        if not route.unread and not starter.ready():
+            return None
+        if room is None and route.guess is not None:  # first: where memory is lacking, nothing is sent
+            room = starter.empty(route.guess[0], route.guess[1], numpy, x)
+        if not route.unread:
+            call.number = starter.ledger.started = starter.ledger.started + 1
+            if starter.post(call, route):
+                request = call.posted  # whose test raises
+        if request is None:
+            # Both under way at once: a ring of ranks that all send first must not wait.
+            if route.dest >= 0:
+                request = sent = self.mail.send(x, route.dest, route.wire_tag, route.head, route.description)
+            if route.source >= 0:
+                request = received = self.mail.receive(
+                    room, route.source, route.wire_tag, route.expected_head, route
+                )
+                if sent is not None and not sent.c.state:
+                    received.rest = sent
+        if route.tally is None:
+            starter.count_start(call, route)
+        else:
+            route.tally.started += 1
+            starter.ledger.unread += route.unread
+        call.peers = route.peers
+        starter.record(route, call)
+        return starter.hand_out(call, room, request)

@@ -417,7 +417,10 @@ class ProcessGroup:
             label: A name for this call in messages of errors, the same on every rank.
 
         Returns:
-            A handle; ``resolve()`` gives None once `x` may be written again.
+            A handle; ``resolve()`` gives None once `x` may be written again. Within a node that is
+            at once up to 8 KiB; a larger message is read where it lies, and waits for its receive.
+            So may any message between nodes: ranks that send to each other call :meth:`recv`
+            before they resolve their sends.
 
         Raises:
             RankError: If `dest` is no other rank of the group.

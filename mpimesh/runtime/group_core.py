@@ -123,8 +123,8 @@ class GroupCore(Starter[CollectiveTensor[Any]]):
         window = ledger.communicator.window
         if window is not None and device_ready():
             window.mark_ready()
-        if ledger.communicator.node_mail is not None and not self.checked:
-            self.courier = Courier(self, CollectiveTensor, Call)
+        if ledger.communicator.node_mail is not None:
+            self.courier = Courier(self)
 
     @property
     def started(self) -> int:
@@ -596,11 +596,14 @@ class GroupCore(Starter[CollectiveTensor[Any]]):
         mail = self.communicator.node_mail
         return mail if mail is not None and mail.reaches(rank) else None
 
-    def count_message(self, call: Message, nbytes: int = 0) -> None:
-        """Count a message: a mesh is not to close as if one were received that was not."""
-        self.context.traffic.count(call.name, nbytes)
+    def count_start(self, call: Call, plan: PlanRecord) -> None:
+        """Count a message or a shift that goes by no plan made before.
+
+        A mesh is not to close as if a message were received that was not.
+        """
+        self.count(call, plan, True)
         ledger = self.ledger
-        if ledger is not None:
+        if isinstance(call, Message) and ledger is not None:
             ledger.unread += 1 if call.name == "send" else -1
             if ledger.mail is not None:
                 ledger.mail.post(call)

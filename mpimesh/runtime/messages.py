@@ -4,8 +4,8 @@ A transport delivers bytes. A receiver that expects other bytes than were sent g
 cut or half-filled arrays. So between nodes each array goes as an envelope of at most 4 KiB, which
 holds dtype, shape and the data itself where it is small enough; larger data follows as a second
 message, received straight into its place. Between ranks that share memory the same text goes with
-the data, and its digest: what is expected is told by that alone. The head of an envelope goes ahead
-of a scatter, too, and of a broadcast whose root only that rank knows.
+the data, and its digest, by which the receiver knows what it expects. The head of an envelope goes
+ahead of a scatter, too, and of a broadcast whose root only that rank knows.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from mpimesh.arrays import (
 from mpimesh.arrays.dtypes import as_dtype, dtype_from_json, dtype_to_json
 from mpimesh.comm import MAX_USER_TAG, WHOLE_MESSAGE_BYTES, RecvRequest, Request, Steps, run_steps
 from mpimesh.comm.requests import all_done
-from mpimesh.core.call import Counter, Courier, PlanRecord, Prepared, Route, ShiftRoute
+from mpimesh.core.call import PlanRecord, Prepared, Route
 from mpimesh.core.mail import Message as NodeMessage
 from mpimesh.errors import (
     CollectiveTimeoutError,
@@ -66,17 +66,16 @@ __all__ = [
     "Envelope",
     "array_of",
     "broadcast",
+    "describe",
     "library_of",
     "neighbour",
     "open_envelope",
-    "open_head",
     "received_as",
     "recv",
     "recv_init",
     "roll_call",
     "row_of",
     "seal",
-    "seal_head",
     "send",
     "send_init",
     "shift",
@@ -93,7 +92,7 @@ _NOTE_BYTES = 8
 
 ENVELOPE_BYTES = WHOLE_MESSAGE_BYTES
 _LENGTH_BYTES = 4
-_MOST_KEPT = 256
+_CACHED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,22 +119,22 @@ class Envelope:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-# Most arrays are like the one before: what their heads say is worked out once, on both sides.
+# Most arrays are like the one before: what is said of them is worked out once, on both sides.
 
 
-@lru_cache(_MOST_KEPT)
-def seal_head(
+@lru_cache(_CACHED)
+def describe(
     shape: tuple[int, ...],
     dtype: DType,
     group: str,
-    *,
     on_device: bool,
     most_bytes: int = ENVELOPE_BYTES,
-) -> HostArray:
-    """Return an envelope without data.
+) -> tuple[bytes, int]:
+    """Return the text about an array, and its digest.
 
     Raises:
-        DTypeError: If the dtype cannot be described, or the description does not fit.
+        DTypeError: If the dtype cannot be described, or the text takes more than `most_bytes` with
+            its length.
     """
     text = json.dumps([shape, dtype_to_json(dtype), group, on_device]).encode()
     if _LENGTH_BYTES + len(text) > most_bytes:
@@ -143,34 +142,33 @@ def seal_head(
             f"the description of the dtype takes {len(text)} bytes, more than "
             f"{most_bytes - _LENGTH_BYTES}: shorten its field names"
         )
-    return np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "little") + text, np.uint8)
+    return text, digest_bits(text, 64)
+
+
+@lru_cache(_CACHED)
+def read_description(text: bytes) -> Envelope:
+    """Return what :func:`describe` has said."""
+    shape, dtype, group, on_device = json.loads(text)
+    return Envelope(tuple(shape), dtype_from_json(dtype), group, on_device)
+
+
+def seal(text: bytes, data: HostArray | None = None) -> tuple[HostArray, bool]:
+    """Return the envelope for an array, and whether it holds the data already.
+
+    Args:
+        text: What :func:`describe` gives for it.
+        data: Its elements in C order as flat bytes; None if they are on a device.
+    """
+    head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    is_inside = data is not None and len(head) + data.size <= ENVELOPE_BYTES
+    inside = data.tobytes() if data is not None and is_inside else b""
+    return np.frombuffer(head + inside, np.uint8), is_inside
 
 
 def open_head(envelope: HostArray) -> tuple[Envelope, int]:
     """Read an envelope but for the data; return where these begin, too."""
     end = _LENGTH_BYTES + int.from_bytes(envelope[:_LENGTH_BYTES].tobytes(), "little")
-    return _read_head(envelope[_LENGTH_BYTES:end].tobytes()), end
-
-
-@lru_cache(_MOST_KEPT)
-def _read_head(text: bytes) -> Envelope:
-    shape, dtype, group, on_device = json.loads(text)
-    return Envelope(tuple(shape), dtype_from_json(dtype), group, on_device)
-
-
-def seal(data: HostArray | None, head: HostArray) -> tuple[HostArray, bool]:
-    """Return the envelope for an array, and whether it holds the data already.
-
-    Args:
-        data: The array's elements in C order as flat bytes; None if they are on a device.
-        head: What :func:`seal_head` gives for it.
-    """
-    if data is None or head.size + data.size > ENVELOPE_BYTES:
-        return head, False
-    envelope = np.empty(head.size + data.size, np.uint8)
-    envelope[: head.size] = head
-    envelope[head.size :] = data
-    return envelope, True
+    return read_description(envelope[_LENGTH_BYTES:end].tobytes()), end
 
 
 def open_envelope(envelope: HostArray) -> Envelope:
@@ -178,7 +176,7 @@ def open_envelope(envelope: HostArray) -> Envelope:
     head, end = open_head(envelope)
     if head.on_device or end + head.nbytes > ENVELOPE_BYTES:
         return head
-    return Envelope(head.shape, head.dtype, head.group, inline=envelope[end : end + head.nbytes])
+    return replace(head, inline=envelope[end : end + head.nbytes])
 
 
 # -- operations -----------------------------------------------------------------------------------
@@ -192,27 +190,16 @@ def send(group: GroupCore, x: Array, dest: int, tag: int, label: str | None) -> 
         if handle is not None:
             return handle
     _check_peer(group, dest, "dest", tag)
-    group.member("send")
     data = group.operand(x)
     call = Message("send", group.name, dest, tag, data.shape, data.dtype, label)
-    parcel = _Parcel.of(group, data)  # first: what cannot be described is not sent
-    group.count_message(call, data.nbytes)
-    request: Request
-    scope = StreamScope.of(data)
-    if scope is not None:
-        steps = scope.steps(_all_of(parcel.begin, group, dest, 2 * tag))
-        # A chain that nobody else uses: sends start at once.
-        request = group.progress.stage(object(), steps)
-    else:
-        requests = parcel.begin(group, dest, 2 * tag)
-        request = requests[0] if len(requests) == 1 else all_done(*requests)
-    unlock = None if scope is not None else group.lock(x, call)
-    is_plain = type(x) is np.ndarray and x.dtype.names is None  # which may be renamed in place
-    if courier is not None and is_plain and group.mail_with(dest) is not None:
-        tally = group.tally("send", data.nbytes, None)
-        head, text, nbytes = parcel.digest, parcel.text, data.nbytes
-        courier.learn(Route(call, tally, int(dest), tag, 2 * tag, head, text, data, nbytes), True)
-    return CollectiveTensor(group, call, request, unlock=unlock, scope=scope, nbytes=data.nbytes)
+    route = _Route(group, call, 2 * tag, dest=int(dest))
+    flat, scope = route.pack(data), StreamScope.of(data)  # what cannot be described is not sent
+    # A chain that nobody else uses: sends start at once.
+    handle = _start(route, call, flat, None, object(), scope)
+    handle._unlock = group.lock(x, call)
+    if _is_plain(x) and label is None:
+        route.keep(x, (int(dest), int(tag)))
+    return handle
 
 
 def recv(
@@ -226,47 +213,48 @@ def recv(
     label: str | None,
 ) -> CollectiveTensor:
     """Start to receive an array; see :meth:`ProcessGroup.recv`."""
-    courier, expected = group.courier, None
-    if courier is not None and label is None:
-        target = out
-        if out is None and shape is not None and dtype is not None:
-            expected = _expected(shape, dtype)
-            target = _room(group, expected)
-        if target is not None or (shape is None and dtype is None):
-            handle: CollectiveTensor | None = courier.receive(source, target, tag)
-            if handle is not None:
-                return handle
+    courier, expected, room = group.courier, None, out
+    if out is None and (shape is not None or dtype is not None):
+        expected = _expected(shape, dtype)
+        room = None if courier is None else _room(group, expected)
+    if courier is not None and label is None and (room is not None or expected is None):
+        handle: CollectiveTensor | None = courier.receive(source, room, tag)
+        if handle is not None:
+            return handle
     _check_peer(group, source, "source", tag)
     if expected is None:
-        expected = _expected(shape, dtype) if out is None else _kind_of(out)
+        expected = _ANY if out is None else _kind_of(out)
     call = Message("recv", group.name, source, tag, expected[0], expected[1] or "", label)
-    arrival = group.arrival()
-    arrival.call = call
-    nbytes = _nbytes_of(expected)
-    if nbytes is not None:
-        arrival.expect(source, nbytes, 1)
-    mail, scope = group.mail_with(source), group.scope_if_any()
-    if mail is not None and scope is None:
-        incoming = _Incoming(group, call, source, expected, out, arrival)
-        room = incoming.room()
-        group.count_message(call)
-        request: Request = mail.receive(room, source, 2 * tag, incoming.digest, incoming)
-        is_any = out is None and _is_any(expected)
-        if courier is not None and (is_any or (room is not None and room.dtype.names is None)):
-            _Incoming(group, call, source, expected).learn(courier, room, tag)
-        return CollectiveTensor(group, call, request, value=room)
-    group.count_message(call)
+    route = _Route(group, call, 2 * tag, source=int(source), expected=expected, out=out)
+    if route.counted_bytes is not None:
+        group.context.traffic.admit(call, route.counted_bytes, 1)
+    if type(room) is not np.ndarray or not room.flags.carray:
+        room = None
     # Envelopes of one source and tag are opened in order, so that their data is, too.
-    chain = (group.communicator, source, tag)
+    chain, scope = (group.communicator, source, tag), group.scope_if_any()
+    handle = _start(route, call, None, room, chain, scope)
+    if label is None and scope is None and (expected is _ANY or _is_plain(room)):
+        route.keep(room, (int(source), int(tag)))
+    return handle
 
-    def all_steps() -> Steps:
-        result = yield from _recv_steps(group, source, 2 * tag, expected, out, arrival)
-        arrival.settle()
-        return result
 
-    steps = all_steps()
+def _start(
+    route: _Route,
+    call: Message,
+    flat: Array | None,
+    room: HostArray | None,
+    chain: Hashable,
+    scope: StreamScope | None,
+) -> CollectiveTensor:
+    """Start a send or a receive, in memory that the ranks share or by steps of a chain."""
+    group = route.group
+    if route.is_near and scope is None and group.courier is not None:
+        handle: CollectiveTensor = group.courier.start(route, call, flat, room)
+        return handle
+    group.count_start(call, route)
+    steps = route.steps(flat)
     request = group.progress.stage(chain, steps if scope is None else scope.steps(steps))
-    return CollectiveTensor(group, call, request, scope=scope)
+    return CollectiveTensor(group, call, request, scope=scope, nbytes=route.nbytes)
 
 
 def send_init(
@@ -275,7 +263,7 @@ def send_init(
     """Plan to send `x`; see :meth:`ProcessGroup.send_init`."""
     _check_peer(group, dest, "dest", tag)
     data = group.operand(x)
-    seal_head(data.shape, np.dtype(data.dtype), group.name, on_device=is_cupy(data))
+    describe(data.shape, np.dtype(data.dtype), group.name, is_cupy(data))
     text = f"send(shape {data.shape}, {data.dtype}, dest {dest}, tag {tag})"
     return PersistentMessage(group, text, partial(send, group, x, dest, tag, label))
 
@@ -307,76 +295,25 @@ def shift(
     dest, source = rank + offset, rank - offset
     if wrap:
         dest, source = dest % group.size, source % group.size
-    parcel = _Parcel.of(group, data)
     peers = tuple(peer for peer in (dest, source) if 0 <= peer < group.size)
     call = Call("shift", group.name, f"offset {offset}, wrap {wrap}", label=label, peers=peers)
-    scope, traffic = group.scope_if_any(), group.context.traffic
-    is_near = rank not in peers and all(map(group.mail_with, peers))
-    if is_near and scope is None and namespace(x) is np and not traffic.budgets:
-        handle = _shift_near(group, x, call, parcel, dest, source)
-        is_plain = type(x) is np.ndarray and x.dtype.names is None
-        if courier is not None and peers and is_plain and label is None:
-            to, back = (peer if peer in peers else -1 for peer in (dest, source))
-            counts = (sparse, (source, data.nbytes, 1)) if source in peers else None
-            plan = PlanRecord(data.nbytes, counts)
-            group.account(plan, call.name, (call.name, call.rule, call.compared, call.dtype))
-            incoming = _Incoming(group, call, source, _ANY, guess=(data.shape, data.dtype))
-            said = parcel.digest, parcel.text, data, data.nbytes, incoming
-            tally = plan.tally or Counter()
-            route = ShiftRoute(call, tally, 0, offset, _SHIFT_TAG, *said)
-            courier.learn_shift(route.set_ends(wrap, to, back, plan))
-        return handle
-    arrival = group.arrival()
-    arrival.call = call
-
-    def steps() -> Steps:
-        if dest == rank:
-            return moved(data.copy(), namespace(x))
-        result = None
-        # Both under way at once: a ring of ranks that all send first must not wait.
-        sent: list[Request] = []
-        if 0 <= dest < group.size:
-            sent += parcel.begin(group, dest, _SHIFT_TAG)
-        if 0 <= source < group.size:
-            result = yield from _recv_steps(group, source, _SHIFT_TAG, _ANY, None, arrival)
-        yield from sent
-        arrival.settle()
-        return None if result is None else moved(result, namespace(x))
-
-    return group.submit(call, Prepared(PlanRecord(data.nbytes), steps, scope=scope), x)
-
-
-def _shift_near(
-    group: GroupCore, x: Array, call: Call, parcel: _Parcel, dest: int, source: int
-) -> CollectiveTensor:
-    """Start a shift among ranks that share memory: what comes is in all likelihood like `x`."""
-    shape, dtype, mail = parcel.shape, parcel.dtype, group.communicator.node_mail
-    nbytes = parcel.flat.nbytes
-    plan = PlanRecord(nbytes)
-    has_source = 0 <= source < group.size
-    if has_source:
-        plan.receives = (sparse, (source, nbytes, 1))
-    came: list[NodeMessage] = []
-
-    def begin() -> Request:
-        # First: where memory is lacking, nothing is sent.
-        room = group.empty(shape, dtype, np, x) if has_source else None
-        # Both under way at once: a ring of ranks that all send first must not wait.
-        sent = parcel.begin(group, dest, _SHIFT_TAG)[0] if 0 <= dest < group.size else None
-        if room is None or mail is None:
-            return sent or all_done()
-        incoming = _Incoming(group, call, source, _ANY, guess=(shape, dtype))
-        message = mail.receive(room, source, _SHIFT_TAG, parcel.digest, incoming)
-        message.rest = sent
-        came.append(message)
-        return message
-
-    def finish() -> HostArray | None:
-        if not came:
-            return None
-        return came[0].buffer if came[0].value is None else came[0].value
-
-    return group.submit(call, Prepared(plan, begin, None, finish), x)
+    to, back = (peer if peer in peers else -1 for peer in (dest, source))
+    route = _Route(group, call, _SHIFT_TAG, to, back)
+    flat, scope = route.pack(data), group.scope_if_any()
+    if dest == rank:
+        copy = moved(data.copy(), namespace(x))
+        return group.submit(call, Prepared(route, all_done, copy, scope=scope), x)
+    if courier is not None and route.is_near and scope is None and namespace(x) is np:
+        if route.source >= 0:  # what comes is in all likelihood like `x`
+            route.foresee(route.head, data.shape, data.dtype)
+        handle = courier.start(route, call, flat, None)
+        if handle is not None:
+            if _is_plain(x) and label is None:
+                route.keep(x, (offset, wrap))
+            return handle
+        route.receives = None  # it is counted when it has come
+    steps = partial(route.steps, flat, namespace(x))
+    return group.submit(call, Prepared(route, steps, scope=scope), x)
 
 
 def neighbour(group: GroupCore, step: int, action: str) -> int:
@@ -448,80 +385,16 @@ def _check_peer(group: GroupCore, rank: int, what: str, tag: int) -> None:
         raise RankError(f"tag must be a whole number from 0 to {MAX_TAG}, got {shown(tag)}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    """An array to be sent.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        flat: Its bytes; those on a device stay on devices.
-        head: What it is, as the first message between nodes says it.
-        text: The same as the ranks of a node say it.
-        digest: Stands for the text.
-    """
-
-    shape: tuple[int, ...]
-    dtype: DType
-    flat: Array
-    head: HostArray
-    text: bytes
-    digest: int
-
-    @staticmethod
-    def of(group: GroupCore, data: Array) -> _Parcel:
-        """Make it.
-
-        Raises:
-            DTypeError: If the dtype cannot be described, or the description is too long.
-        """
-        try:
-            flat = namespace(data).ascontiguousarray(data).reshape(-1).view(np.uint8)
-        except MemoryError as error:
-            raise group.out_of_memory("a message", error) from error
-        shape, dtype = data.shape, np.dtype(data.dtype)
-        return _Parcel(shape, dtype, flat, *_said(shape, dtype, group.name, is_cupy(data)))
-
-    def begin(self, group: GroupCore, dest: int, wire_tag: int) -> list[Request]:
-        """Start to send it."""
-        flat, mail, on_device = self.flat, group.mail_with(dest), is_cupy(self.flat)
-        requests: list[Request] = []
-        if mail is not None:
-            data = np.empty(0, np.uint8) if on_device else flat
-            requests.append(mail.send(data, dest, wire_tag, self.digest, self.text))
-        else:
-            envelope, inline = seal(None if on_device else flat, self.head)
-            requests.append(group.communicator.isend(envelope, dest, wire_tag))
-            if not inline and not on_device:
-                requests.append(group.communicator.isend(flat, dest, wire_tag + 1))
-        if on_device:
-            requests.append(group.side(namespace(flat)).isend(flat, dest, wire_tag + 1))
-        return requests
-
-
-@lru_cache(_MOST_KEPT)
-def _said(
-    shape: tuple[int, ...], dtype: DType, group: str, on_device: bool
-) -> tuple[HostArray, bytes, int]:
-    """Return the head of an array, its text, and the digest of that."""
-    head = seal_head(shape, dtype, group, on_device=on_device)
-    text = head[_LENGTH_BYTES:].tobytes()
-    return head, text, digest_bits(text, 64)
-
-
-def _all_of(begin: Callable[..., list[Request]], *arguments: Any) -> Steps:
-    """The steps of several requests."""
-    yield from begin(*arguments)
+def _is_plain(x: Any) -> bool:
+    """Tell whether calls with an array like this one may go by what was planned for it."""
+    # Fields may be renamed in place.
+    return type(x) is np.ndarray and x.flags.c_contiguous and x.dtype.names is None
 
 
 _Kind = tuple[tuple[int, ...] | None, DType | None]
 """Shape and dtype; None if any may come."""
 
 _ANY: _Kind = (None, None)
-
-
-def _is_any(kind: _Kind) -> bool:
-    return kind[0] is None and kind[1] is None
 
 
 def _room(group: GroupCore, kind: _Kind) -> HostArray | None:
@@ -536,130 +409,210 @@ def _room(group: GroupCore, kind: _Kind) -> HostArray | None:
     return room
 
 
-def _nbytes_of(kind: _Kind) -> int | None:
-    shape, dtype = kind
-    return None if shape is None or dtype is None else math.prod(shape) * dtype.itemsize
-
-
-class _Incoming:
-    """A receive in shared memory: its expected shape and dtype, and the making of its result.
+class _Route(Route):
+    """The plan of a send, of a receive, or of a shift, which is both.
 
     Args:
         group: The group.
-        call: The receive.
-        source: The sending rank.
+        call: What is called.
+        wire_tag: Its tag among all messages of the ranks.
+        dest, source: The ranks that it sends to and receives from; -1 for none.
         expected: What may come.
-        out: The caller's array; None if there is none, or it is that of the message.
-        arrival: Counts what comes; None for further receives like `call`, of which what is
-            expected is counted at the start.
-        guess: What comes in all likelihood, where any may; the array of the message is for it.
+        out: The caller's array for it; None if there is none.
 
     Attributes:
-        digest: Stands for what is expected, or guessed; 0 if that may be anything.
+        group: The same.
+        is_near: Whether it goes by memory that the ranks share.
+        arrival: Counts what comes.
+        counted_bytes: What of it is counted when it is called; None if that is not known.
     """
 
-    __slots__ = (
-        "_arrival",
-        "_call",
-        "_expected",
-        "_group",
-        "_guess",
-        "_last",
-        "_out",
-        "_source",
-        "digest",
-    )
+    __slots__ = "_expected", "_last_head", "_out", "arrival", "counted_bytes", "group", "is_near"
 
     def __init__(
         self,
         group: GroupCore,
         call: Call,
-        source: int,
-        expected: _Kind,
+        wire_tag: int,
+        dest: int = -1,
+        source: int = -1,
+        expected: _Kind = _ANY,
         out: Array | None = None,
-        arrival: Arrival | None = None,
-        guess: _Kind = _ANY,
     ) -> None:
-        self._group, self._call, self._source, self._expected = group, call, source, expected
-        self._out, self._arrival, self._guess = out, arrival, guess
-        self._last = -1  # the digest of the last message that was taken; -2 if that is learnt
-        self.digest = 0
-        shape, dtype = expected if guess is _ANY else guess
+        super().__init__(call, wire_tag, dest, source)
+        self.group, self._expected, self._out, self._last_head = group, expected, out, 0
+        self.arrival = group.arrival()
+        self.arrival.call = call
+        shape, dtype = expected
+        self.counted_bytes: int | None = None
+        ends = [rank for rank in (dest, source) if rank >= 0]
+        self.is_near = bool(ends) and all(map(group.mail_with, ends))
         if shape is not None and dtype is not None:
+            self.counted_bytes = math.prod(shape) * dtype.itemsize
+            self.receives = sparse, (source, self.counted_bytes, 1)
             with suppress(DTypeError):  # nobody can send such a one
-                self.digest = _said(shape, np.dtype(dtype), group.name, False)[2]
+                self.expected_head = describe(shape, np.dtype(dtype), group.name, False)[1]
 
-    def room(self) -> HostArray | None:
-        """Return the array that what is expected can come into straight; None if there is none."""
-        out = self._out
-        if out is not None:
-            return out if type(out) is np.ndarray and out.flags.carray else None
-        return _room(self._group, self._expected)
+    # -- what is sent ------------------------------------------------------------------------
 
-    def learn(self, courier: Courier, room: HostArray | None, tag: int) -> None:
-        """Let further receives alike start at once."""
-        call, source, guess = self._call, self._source, self._guess
-        known = self._expected if guess is _ANY else guess
-        nbytes = _nbytes_of(known)
-        counts = None if nbytes is None else (sparse, (source, nbytes, 1))
-        tally, wire_tag = self._group.tally("recv", 0, counts), 2 * tag
-        likely = None if guess is _ANY else guess
-        route = Route(call, tally, source, tag, wire_tag, self.digest, None, room, 0, self, likely)
-        courier.learn(route, False)
+    def pack(self, data: Array) -> Array:
+        """Describe the array that is sent, and return its bytes; those on a device stay there.
+
+        Raises:
+            DTypeError: If the dtype cannot be described, or the description is too long.
+        """
+        group = self.group
+        try:
+            flat: Array = namespace(data).ascontiguousarray(data).reshape(-1).view(np.uint8)
+        except MemoryError as error:
+            raise group.out_of_memory("a message", error) from error
+        self.description, self.head = describe(
+            data.shape, np.dtype(data.dtype), group.name, is_cupy(data)
+        )
+        self.nbytes = data.nbytes
+        return flat
+
+    def _begin(self, flat: Array) -> list[Request]:
+        """Start to send it, be it in memory that the ranks share, between nodes or devices."""
+        group, dest, tag = self.group, self.dest, self.wire_tag
+        mail, side = group.mail_with(dest), group.communicator
+        on_device = is_cupy(flat)
+        if mail is not None:
+            data = np.empty(0, np.uint8) if on_device else flat
+            requests: list[Request] = [mail.send(data, dest, tag, self.head, self.description)]
+            is_inside = True
+        else:
+            envelope, is_inside = seal(self.description, None if on_device else flat)
+            requests = [side.isend(envelope, dest, tag)]
+        if on_device or not is_inside:
+            requests.append(group.side(namespace(flat)).isend(flat, dest, tag + 1))
+        return requests
+
+    # -- what comes --------------------------------------------------------------------------
+
+    def steps(self, flat: Array | None, library: ModuleType | None = None) -> Steps:
+        """Send and receive by any transport; the steps' value is what came, in that library."""
+        # Both under way at once: a ring of ranks that all send first must not wait.
+        sent = [] if flat is None or self.dest < 0 else self._begin(flat)
+        result = (yield from self._receive()) if self.source >= 0 else None
+        yield from sent
+        self.arrival.settle()
+        return result if result is None or library is None else moved(result, library)
+
+    def _receive(self) -> Steps:
+        group, source, tag = self.group, self.source, self.wire_tag
+        mail = group.mail_with(source)
+        if mail is None:
+            buffer = np.empty(ENVELOPE_BYTES, np.uint8)
+            yield group.communicator.irecv(buffer, source, tag)
+            return (yield from self._data(open_envelope(buffer), self._out))
+        # Not by `take`: what lies on a device comes in the order of the stream that is current.
+        message = mail.receive(None, source, tag)
+        yield message
+        envelope = read_description(message.text)
+        if not envelope.on_device:
+            return self._accept(message, envelope, self._out)
+        message.accept(None)
+        return (yield from self._data(envelope, self._out))
 
     def take(self, message: NodeMessage) -> None:
         """Make the result of another message than is expected, or of any."""
-        group, envelope = self._group, _read_head(message.text)
-        if envelope.on_device:
-            _take_before(group, message)
-            message.accept(None)
-            chain = (group.communicator, self._source)
-            message.rest = group.progress.stage(chain, self._steps(message, envelope))
+        group, envelope = self.group, read_description(message.text)
+        has_own = self._expected is _ANY or message.buffer is None  # the buffer is but a guess
+        out = self._out if has_own else message.buffer
+        if not envelope.on_device:
+            message.value = self._accept(message, envelope, out)
+            if self._expected is _ANY and message.head == self._last_head:
+                self.foresee(message.head, envelope.shape, envelope.dtype)
+            self._last_head = message.head
+            self.arrival.settle()
             return
-        out = self._out_of(message)
-        target, is_direct = _target(group, envelope, self._expected, out, np)
+        # On a rank that has not used any device so far.
+        _take_before(group, message)
+        message.accept(None)
+
+        def steps() -> Steps:
+            message.value = yield from self._data(envelope, out)
+            self.arrival.settle()
+
+        message.rest = group.progress.stage((group.communicator, self.source), steps())
+
+    def _accept(self, message: NodeMessage, envelope: Envelope, out: Array | None) -> Array:
+        """Put a message in memory of the host into an array; return the result."""
+        target = self._target(envelope, out, np)
         message.accept(target)
-        self._end(message, envelope, target, out, is_direct)
-        courier, is_lasting = group.courier, self._arrival is None and self._call.name == "recv"
-        if is_lasting and _is_any(self._expected) and courier is not None:
-            if self._last == message.head:
-                kind, tag = (envelope.shape, envelope.dtype), message.tag // 2
-                next_one = _Incoming(group, self._call, self._source, _ANY, guess=kind)
-                next_one.learn(courier, None, tag)
-            self._last = -2 if self._last in (-2, message.head) else message.head
+        counted = self.counted_bytes if message.buffer is None else message.buffer.nbytes
+        return self._result(envelope, out, target, counted)
 
-    def _out_of(self, message: NodeMessage) -> Array | None:
-        """Return the array that the result is to be in; None for any."""
-        is_callers = self._guess is _ANY and message.buffer is not None
-        return message.buffer if is_callers else self._out
-
-    def _steps(self, message: NodeMessage, envelope: Envelope) -> Steps:
-        """Receive an array on a device, on a rank that has not used any so far."""
-        group, source, out = self._group, self._source, self._out_of(message)
-        library = _cupy(group, source)
-        target, is_direct = _target(group, envelope, self._expected, out, library)
-        yield group.side(library).irecv(target.reshape(-1).view(np.uint8), source, message.tag + 1)
-        self._end(message, envelope, target, out, is_direct)
-
-    def _end(
-        self,
-        message: NodeMessage,
-        envelope: Envelope,
-        target: Array,
-        out: Array | None,
-        is_direct: bool,
-    ) -> None:
-        group, source, arrival = self._group, self._source, self._arrival
-        if arrival is not None:
-            arrival.came(source, envelope.nbytes, 1)
+    def _data(self, envelope: Envelope, out: Array | None) -> Steps:
+        """Receive the data of an envelope; the steps' value is the result."""
+        library = _cupy(self.group, self.source) if envelope.on_device else np
+        target = self._target(envelope, out, library)
+        flat = target.reshape(-1).view(np.uint8)
+        if envelope.inline is not None:
+            flat[...] = envelope.inline
         else:
-            counted = _nbytes_of(self._expected if self._guess is _ANY else self._guess)
-            nbytes = envelope.nbytes - (counted or 0)
-            peer = group.ranks[source]
-            group.context.traffic.count_from(self._call.name, peer, nbytes, int(counted is None))
-        message.value = _fitting(group, source, envelope, self._expected, out, target, is_direct)
-        if arrival is not None:
-            arrival.settle()
+            yield self.group.side(library).irecv(flat, self.source, self.wire_tag + 1)
+        return self._result(envelope, out, target, self.counted_bytes)
+
+    def _target(self, envelope: Envelope, out: Array | None, library: ModuleType) -> Array:
+        """Return an array for a message: the caller's own if it can be."""
+        fits = out is not None and namespace(out) is library and out.flags.c_contiguous
+        if fits and self._problem(envelope) is None:
+            return out
+        # Taken in even where it does not fit, or it would meet the next receive.
+        return self.group.empty(envelope.shape, envelope.dtype, library)
+
+    def _result(
+        self, envelope: Envelope, out: Array | None, target: Array, counted_bytes: int | None
+    ) -> Array:
+        """Return the result of a message that is in `target`, if it is one that is expected."""
+        group, source = self.group, self.source
+        self.arrival.came(
+            source, envelope.nbytes - (counted_bytes or 0), int(counted_bytes is None)
+        )
+        if envelope.group != group.name:
+            raise GroupError(
+                f"rank {group.rank} of group {group.name!r} got a message from rank {source} that "
+                f"was sent on group {envelope.group!r}, which has the same ranks and so the same "
+                "row of messages; receive on the group that was sent on, in the order of sending"
+            )
+        problem = self._problem(envelope)
+        if problem is not None:
+            raise problem
+        if out is None or target is out:
+            return target
+        out[...] = moved(target, namespace(out))
+        return out
+
+    def _problem(self, envelope: Envelope) -> MpimeshError | None:
+        """Return what is wrong with a message of this kind, if anything is."""
+        group, (shape, dtype) = self.group, self._expected
+        text = f"rank {group.rank} of group {group.name!r} expected"
+        if shape is not None and shape != envelope.shape:
+            came = f"but shape {envelope.shape} came"
+            return ShapeError(f"{text} shape {shape}, {came} from rank {self.source}")
+        if dtype is not None and dtype != envelope.dtype:
+            came = f"but dtype {envelope.dtype} came"
+            return DTypeError(f"{text} dtype {dtype}, {came} from rank {self.source}")
+        return None
+
+    def foresee(self, head: int, shape: tuple[int, ...], dtype: DType) -> None:
+        """Have an array like this one ready for what comes from now on."""
+        self.guess, self.expected_head = (shape, dtype), head
+        self.receives = sparse, (self.source, math.prod(shape) * dtype.itemsize, 1)
+        if self.tally is not None:
+            self.tally = self.group.tally(self.name, self.nbytes, self.receives)
+
+    def keep(self, like: HostArray | None, options: tuple[Any, ...]) -> None:
+        """Let calls alike go by it, where nothing is to be compared or limited."""
+        group = self.group
+        if group.courier is None or not self.is_near:
+            return
+        if not (group.checked or group.context.traffic.budgets):
+            self._out = None  # it is that of each call
+            self.tally = group.tally(self.name, self.nbytes, self.receives)
+            group.courier.keep(self, like, options)
 
 
 def _take_before(group: GroupCore, message: NodeMessage) -> None:
@@ -671,78 +624,6 @@ def _take_before(group: GroupCore, message: NodeMessage) -> None:
                 request.test()
         if request is message:
             return
-
-
-def _recv_steps(
-    group: GroupCore,
-    source: int,
-    wire_tag: int,
-    expected: _Kind,
-    out: Array | None,
-    arrival: Arrival,
-) -> Steps:
-    mail = group.mail_with(source)
-    if mail is not None:
-        message = mail.receive(None, source, wire_tag)
-        yield message
-        envelope = _read_head(message.text)
-    else:
-        buffer = np.empty(ENVELOPE_BYTES, np.uint8)
-        yield group.communicator.irecv(buffer, source, wire_tag)
-        envelope = open_envelope(buffer)
-    library = _cupy(group, source) if envelope.on_device else np
-    target, is_direct = _target(group, envelope, expected, out, library)
-    # Taken in even where it does not fit, or it would meet the next receive.
-    if mail is not None:
-        message.accept(None if envelope.on_device else target)
-    elif envelope.inline is not None:
-        target.reshape(-1).view(np.uint8)[...] = envelope.inline
-    if envelope.on_device or (mail is None and envelope.inline is None):
-        bytes_of_target = target.reshape(-1).view(np.uint8)
-        yield group.side(library).irecv(bytes_of_target, source, wire_tag + 1)
-    arrival.came(source, envelope.nbytes, 1)
-    return _fitting(group, source, envelope, expected, out, target, is_direct)
-
-
-def _target(
-    group: GroupCore,
-    envelope: Envelope,
-    expected: _Kind,
-    out: Array | None,
-    library: ModuleType,
-) -> tuple[Array, bool]:
-    """Return an array for a message, and whether it is the caller's own."""
-    fits = _misfit(envelope, expected) is None
-    if fits and out is not None and namespace(out) is library and out.flags.c_contiguous:
-        return out, True
-    return group.empty(envelope.shape, envelope.dtype, library), False
-
-
-def _fitting(
-    group: GroupCore,
-    source: int,
-    envelope: Envelope,
-    expected: _Kind,
-    out: Array | None,
-    target: Array,
-    is_direct: bool,
-) -> Array:
-    """Return the result of a message that has come into `target`, if it is what is expected."""
-    if envelope.group != group.name:
-        raise GroupError(
-            f"rank {group.rank} of group {group.name!r} got a message from rank {source} that "
-            f"was sent on group {envelope.group!r}, which has the same ranks and so the same "
-            "row of messages; receive on the group that was sent on, in the order of sending"
-        )
-    problem = _misfit(envelope, expected)
-    if problem is not None:
-        raise type(problem)(
-            f"rank {group.rank} of group {group.name!r} expected {problem} from rank {source}"
-        )
-    if out is None or is_direct:
-        return target
-    out[...] = moved(target, namespace(out))
-    return out
 
 
 def _cupy(group: GroupCore, source: int) -> ModuleType:
@@ -766,22 +647,11 @@ def _kind_of(out: Array) -> tuple[tuple[int, ...], DType]:
     return shape, dtype
 
 
-def _expected(shape: Any, dtype: Any) -> tuple[tuple[int, ...] | None, DType | None]:
+def _expected(shape: Any, dtype: Any) -> _Kind:
     kind = None if dtype is None else as_dtype(dtype)
     if kind is not None:
         refuse_objects(kind)
     return None if shape is None else as_shape(shape, one=True), kind
-
-
-def _misfit(
-    envelope: Envelope, expected: tuple[tuple[int, ...] | None, DType | None]
-) -> ShapeError | DTypeError | None:
-    shape, dtype = expected
-    if shape is not None and shape != envelope.shape:
-        return ShapeError(f"shape {shape}, but shape {envelope.shape} came")
-    if dtype is not None and dtype != envelope.dtype:
-        return DTypeError(f"dtype {dtype}, but dtype {envelope.dtype} came")
-    return None
 
 
 # -- broadcast and scatter of what the ranks do not know: the root's head goes ahead ---------------
@@ -807,7 +677,7 @@ def row_of(data: Array | None, *, of_cupy: bool, takes_device: bool) -> HostArra
     if data is not None:
         dtype, most = np.dtype(data.dtype), _ROW_BYTES - _HEAD
         try:
-            head = seal_head(data.shape, dtype, "", on_device=of_cupy, most_bytes=most)
+            head, _ = seal(describe(data.shape, dtype, "", of_cupy, most)[0])
             row[_HAS_ARRAY] = _ARRAY
         except DTypeError as error:
             # The others wait for the head: they are told why there is none.
@@ -913,19 +783,19 @@ def received_as(
         out: The caller's array for the result.
         move: Moves the bytes: into a flat buffer, which becomes an array of `shape`.
     """
-    misfit = _wrong_output(out, shape, array.dtype)
+    problem = _wrong_output(out, shape, array.dtype)
     recv, target, finish = receive(
         group,
         library,
         (shape, array.dtype),
-        out if misfit is None else None,
+        out if problem is None else None,
         of_caller=library_of(array.on_device),
     )
     yield from move(recv, target)
     if root != group.rank:
         arrival.came(root, recv.nbytes, int(recv.nbytes > 0))
-    if misfit is not None:
-        raise misfit
+    if problem is not None:
+        raise problem
     arrival.settle()
     return target if finish is None else finish()
 

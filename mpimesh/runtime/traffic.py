@@ -588,7 +588,7 @@ class Arrival:
         call: The operation, which is to be set before anything is counted.
     """
 
-    __slots__ = ("_budgets", "_bytes", "_error", "_members", "_messages", "_traffic", "call")
+    __slots__ = ("_budgets", "_error", "_members", "_traffic", "call")
 
     call: Call
 
@@ -597,22 +597,9 @@ class Arrival:
         self._budgets = traffic.budgets
         self._members = members
         self._error: BudgetError | None = None
-        self._bytes = self._messages = 0
-
-    def expect(self, place: int, nbytes: int, messages: int) -> None:
-        """Count now what must come from a place of the group, so that nothing else can.
-
-        Raises:
-            BudgetError: If it is too much.
-        """
-        self._traffic.admit(self.call, nbytes, messages)
-        self._bytes, self._messages = nbytes, messages
-        self._traffic.count_from(self.call.name, self._members.ranks[place], nbytes, messages)
 
     def came(self, place: int, nbytes: int, messages: int) -> None:
-        """Count what came from a place of the group, but for what was expected."""
-        nbytes -= self._bytes
-        messages -= self._messages
+        """Count what came from a place of the group, beside what was counted before."""
         if nbytes or messages:
             name, peer = self.call.name, self._members.ranks[place]
             self._traffic.count_from(name, peer, nbytes, messages)

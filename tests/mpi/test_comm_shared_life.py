@@ -295,6 +295,28 @@ def test_communicators_give_their_memory_back(comm):
         assert node_of(0).arena.used_bytes == before
 
 
+@pytest.mark.nprocs(2, 4)
+def test_the_rings_of_messages_are_made_at_the_first_and_go_with_the_communicator(comm):
+    """Also where its mail is kept longer, as a group or a handle does."""
+    arena, near = node_of(0).arena, {(comm.rank + step) % comm.size for step in (1, -1)}
+    gc.collect()
+    before = arena.used_bytes
+    with opened(comm) as ranks:
+        without = arena.used_bytes
+        for used in (len(near), len(near), comm.size - 1):
+            peers = near if used == len(near) else {*range(comm.size)} - {comm.rank}
+            rows = [np.zeros(3) for _ in peers]
+            receives = [ranks.irecv(row, peer, 1) for row, peer in zip(rows, peers, strict=True)]
+            sends = [ranks.isend(np.full(3, float(comm.rank)), peer, 1) for peer in peers]
+            done(ranks, *sends, *receives)
+            assert [row[0] for row in rows] == [*peers]
+            assert arena.used_bytes - without == used * 68 * 1024
+        mail = ranks.node_mail
+    assert arena.used_bytes == before
+    with pytest.raises(ClosedError):
+        mail.send(np.zeros(1), comm.rank, 1)
+
+
 @pytest.mark.nprocs(2, 3)
 def test_a_communicator_that_is_dropped_keeps_the_memory_that_others_write(comm):
     """Its window goes on: who waits in it for a rank that never comes asks that one to ring."""

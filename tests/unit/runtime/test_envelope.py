@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.errors import DTypeError
-from mpimesh.runtime.messages import ENVELOPE_BYTES, open_envelope, seal, seal_head
+from mpimesh.runtime.messages import ENVELOPE_BYTES, describe, open_envelope, seal
 from tests.contract.cases import ALL, values
 from tests.helpers.raises import raises
 
@@ -44,7 +44,7 @@ def test_metadata_stay_at_home_without_a_warning():
 )
 def test_an_envelope_says_what_is_in_it(dtype, shape, group):
     x = values(0, shape, dtype)
-    envelope, inline = seal(as_bytes(x), seal_head(shape, dtype, group, on_device=False))
+    envelope, inline = seal(describe(shape, dtype, group, False)[0], as_bytes(x))
     assert envelope.nbytes <= ENVELOPE_BYTES
     # The receiver gives the whole room, whatever was in it before.
     room = np.full(ENVELOPE_BYTES, 255, np.uint8)
@@ -61,9 +61,10 @@ def test_an_envelope_says_what_is_in_it(dtype, shape, group):
 
 @pytest.mark.parametrize("extra", [-1, 0, 1])
 def test_the_largest_that_goes_inside(extra):
-    size = ENVELOPE_BYTES - seal_head((9999,), np.dtype("u1"), "g", on_device=False).size + extra
-    head = seal_head((size,), np.dtype("u1"), "g", on_device=False)
-    envelope, inline = seal(np.zeros(size, np.uint8), head)
+    head, _ = seal(describe((9999,), np.dtype("u1"), "g", False)[0])
+    size = ENVELOPE_BYTES - head.size + extra
+    text, _ = describe((size,), np.dtype("u1"), "g", False)
+    envelope, inline = seal(text, np.zeros(size, np.uint8))
     assert inline == (extra <= 0)
     assert (open_envelope(envelope).inline is not None) == inline
 
@@ -71,7 +72,7 @@ def test_the_largest_that_goes_inside(extra):
 def test_a_dtype_that_takes_too_many_words():
     dtype = np.dtype([(f"a rather long field name {k}", "f8") for k in range(200)])
     with raises(DTypeError, 4092, "field names"):
-        seal_head((0,), dtype, "g", on_device=False)
+        describe((0,), dtype, "g", False)
 
 
 def test_texts_that_are_no_dtype():

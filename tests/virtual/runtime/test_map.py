@@ -78,7 +78,7 @@ def test_a_message_interrupted_while_its_result_is_made_is_lost(way, size, monke
         if not interrupted:
             interrupted.append(True)
             raise KeyboardInterrupt
-        return fitting(*arguments)
+        return make_result(*arguments)
 
     def start(group):
         if way == "shift":
@@ -104,6 +104,6 @@ def test_a_message_interrupted_while_its_result_is_made_is_lost(way, size, monke
                 with raises(TransportError, "KeyboardInterrupt", "from rank 0", "again"):
                     handle.resolve()
 
-    fitting = messages._fitting
-    monkeypatch.setattr(messages, "_fitting", once)
+    make_result = messages._Route._result
+    monkeypatch.setattr(messages._Route, "_result", once)
     mm.run_virtual(2, main)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import inspect
 import typing
+from typing import Any
 
 import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.core.call import ShiftRoute
+from mpimesh.core.call import Route
 from mpimesh.errors import ShapeError, UnresolvedError, UnresolvedWarning
 from mpimesh.runtime import plan
 from mpimesh.runtime.operands import AgreedSizes
@@ -196,7 +197,33 @@ def test_what_is_kept_of_shifts_is_forgotten():
                 got = group.shift(x, 1, wrap=True).resolve()
                 assert got.tobytes() == x.tobytes()
             group.barrier()
-            assert sum(type(one) is ShiftRoute for one in gc.get_objects()) <= 2 * 32
+            assert sum(isinstance(one, Route) for one in gc.get_objects()) <= 2 * 32
+            group.barrier()
+
+    gc.collect()
+    mm.run_virtual(2, main)
+
+
+def test_a_call_that_finds_no_route_makes_none_again():
+    """With a tag of NumPy's, or an array that is not contiguous, beside calls that go by one."""
+    int64: Any = np.int64
+
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            group, peer = mesh.group(), 1 - mesh.rank
+            x, tag, offset = np.arange(12.0).reshape(3, 4), int64(7), int64(1)
+            x.flags.writeable = False
+            for _ in range(5):
+                for array in (x, np.asfortranarray(x)):
+                    sent = group.send(array, peer, tag=tag), group.send(array, peer, tag=7)
+                    got = group.recv(peer, out=np.empty_like(x), tag=tag), group.recv(peer, tag=tag)
+                    for handle in got:
+                        assert handle.resolve().tolist() == x.tolist()
+                    for handle in sent:
+                        handle.resolve()
+                    assert group.shift(array, offset, wrap=True).resolve().tolist() == x.tolist()
+            group.barrier()
+            assert sum(isinstance(one, Route) for one in gc.get_objects()) == 2 * 4
             group.barrier()
 
     gc.collect()
