@@ -14,11 +14,9 @@ from mpimesh.arguments import as_int, as_shape, size_text
 from mpimesh.errors import LayoutError
 from mpimesh.layout.boxes import Box, Regions, extent, local_box, local_regions, volume
 from mpimesh.layout.layout import Layout, same_ranks
+from mpimesh.layout.link_costs import DEFAULT_LINK_COSTS, LinkCost, LinkCosts
 from mpimesh.layout.placement import Partial, Replicate, Shard
 from mpimesh.layout.strategies import (
-    DEFAULT_LINK_COSTS,
-    LinkCost,
-    LinkCosts,
     MeshCollective,
     TilingChange,
     collective_of,

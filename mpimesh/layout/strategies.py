@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil, isfinite, log2, prod
+from math import ceil, log2, prod
 
 import numpy as np
 
-from mpimesh.errors import LayoutError
 from mpimesh.layout.layout import Layout
+from mpimesh.layout.link_costs import LinkCosts
 from mpimesh.layout.phase import Phase
 from mpimesh.layout.placement import Partial, Replicate, Shard
 from mpimesh.layout.tiling import Cut, Integers, Tiling, cut_further, places_of
@@ -32,10 +32,7 @@ from mpimesh.mesh import Mesh
 
 __all__ = [
     "AT_ONCE",
-    "DEFAULT_LINK_COSTS",
     "TWO_LEVELS",
-    "LinkCost",
-    "LinkCosts",
     "MeshCollective",
     "NodeDims",
     "Strategy",
@@ -46,68 +43,6 @@ __all__ = [
     "node_dims",
     "strategies",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class LinkCost:
-    """The latency and the bandwidth of a link.
-
-    Attributes:
-        latency_s: Seconds of a message of no bytes.
-        bytes_per_s: Bandwidth.
-        measured: Whether these numbers are measured, not assumed.
-
-    Raises:
-        LayoutError: If a number is not finite, the latency is negative, or no bytes would come.
-    """
-
-    latency_s: float = 2e-6
-    bytes_per_s: float = 5e9
-    measured: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("latency_s", "bytes_per_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-                raise LayoutError(f"{name} of a link must be a finite number, got {value!r}")
-        if self.latency_s < 0 or self.bytes_per_s <= 0:
-            raise LayoutError(
-                f"a link takes 0 s or more for a message and carries bytes, got {self.latency_s} s "
-                f"and {self.bytes_per_s} bytes/s"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class LinkCosts:
-    """The costs of links inside a node and between nodes.
-
-    All ranks must estimate with the same numbers, for each plans alone what all do. A link that no
-    pair of ranks has stays as assumed: `inter_node` on one node, `intra_node` with one rank a node.
-
-    Attributes:
-        intra_node: To a rank from another of its node.
-        inter_node: To a node from others. Its ranks share the link.
-
-    Raises:
-        LayoutError: If one is no :class:`LinkCost`.
-    """
-
-    intra_node: LinkCost = LinkCost()
-    inter_node: LinkCost = LinkCost()
-
-    def __post_init__(self) -> None:
-        for name in ("intra_node", "inter_node"):
-            if not isinstance(getattr(self, name), LinkCost):
-                raise LayoutError(f"{name} must be a LinkCost, got {getattr(self, name)!r}")
-
-    @property
-    def measured(self) -> bool:
-        """True if any of them is measured."""
-        return self.intra_node.measured or self.inter_node.measured
-
-
-DEFAULT_LINK_COSTS = LinkCosts()
-"""LinkCosts that plans reckon with where nothing is measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,9 +48,10 @@ LIBRARIES = {
     "core": {"cpython", "cython", "libc", "numpy", "posix"},  # what Cython has of C, too
     "caches": set(),
     "errors": set(),
-    "arguments": set(),
+    "arguments": {"xxhash"},
     "settings": set(),
-    "trace": set(),
+    "trace": {"lazy_loader"},
+    "layout": {"lazy_loader", "ml_dtypes", "numpy"},
     "runtime": {
         "lazy_loader",
         "ml_dtypes",

@@ -1,0 +1,32 @@
+from .boxes import Box as Box
+from .boxes import Give as Give
+from .boxes import Part as Part
+from .boxes import Regions as Regions
+from .boxes import Take as Take
+from .layout import BoxLayout as BoxLayout
+from .layout import Layout as Layout
+from .layout import layout_of_runs as layout_of_runs
+from .link_costs import DEFAULT_LINK_COSTS as DEFAULT_LINK_COSTS
+from .link_costs import LinkCost as LinkCost
+from .link_costs import LinkCosts as LinkCosts
+from .op_rules import Operand as Operand
+from .op_rules import OpRule as OpRule
+from .op_rules import cheapest as cheapest
+from .phase import Phase as Phase
+from .placement import PARTIAL_OPS as PARTIAL_OPS
+from .placement import Partial as Partial
+from .placement import Placement as Placement
+from .placement import PlacementLike as PlacementLike
+from .placement import PlacementSpec as PlacementSpec
+from .placement import Replicate as Replicate
+from .placement import Shard as Shard
+from .reads import HaloPlan as HaloPlan
+from .reads import plan_halo as plan_halo
+from .redistribution import RedistributionPlan as RedistributionPlan
+from .redistribution import Stage as Stage
+from .redistribution import plan_redistribution as plan_redistribution
+from .strategies import MeshCollective as MeshCollective
+from .tiling import Tiling as Tiling
+from .two_levels import Exchange as Exchange
+
+__all__: list[str]
