@@ -11,6 +11,8 @@ from itertools import pairwise
 from operator import index
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
+
 from mpimesh.errors import MeshError, MpimeshError, ReduceOpError, ShapeError
 
 __all__ = [
@@ -47,8 +49,6 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _LONGEST_S = 1e9
 """Thirty years: clocks and locks take no longer waits."""
-
-_DIGEST_BYTES = 8
 
 MOST = 2**63 - 1
 """The most bytes or elements of an array: what an address can count to."""
@@ -122,18 +122,12 @@ def ranks_by_value(values: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
 
 def digest_bits(data: bytes | memoryview, bits: int) -> int:
     """Return a digest of `data`, a number of `bits` bits: at most 64."""
-    return int.from_bytes(_digest(data), "little") >> (8 * _DIGEST_BYTES - bits)
+    return xxh3_64_intdigest(data) >> (64 - bits)
 
 
 def digest_text(data: bytes | memoryview) -> str:
     """Return a digest of `data` as sixteen hexadecimal digits."""
-    return _digest(data).hex()
-
-
-def _digest(data: bytes | memoryview) -> bytes:
-    from hashlib import blake2b  # late: it loads OpenSSL, which importing mpimesh need not
-
-    return blake2b(data, digest_size=_DIGEST_BYTES).digest()
+    return xxh3_64_hexdigest(data)
 
 
 def as_int(

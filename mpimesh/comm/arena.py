@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import secrets
-import socket
 import sys
 import weakref
 from bisect import bisect_right, insort
@@ -99,7 +97,7 @@ class Arena:
             warm_bytes = min(_MOST_WARM_BYTES, _physical_bytes() // _WARM_SHARE)
         self._warm = WarmParts(warm_bytes)
         self._parts.take(_DOOR_AT + DOOR_BYTES, _CACHE_LINE_BYTES)
-        self.token = secrets.randbits(62)
+        self.token = int.from_bytes(os.urandom(8), "little") >> 2
         self.memory[_TOKEN_AT : _TOKEN_AT + 8].view(np.int64)[0] = self.token
         self.door = door_of(self.memory)
 
@@ -345,7 +343,7 @@ def _node_key() -> int:
     """Return a number that two processes share only if they see each other's process numbers."""
     boot, numbers = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     facts = [
-        socket.gethostname(),
+        os.uname().nodename,
         boot.read_text().strip() if boot.exists() else "",
         str(numbers.readlink()) if numbers.is_symlink() else "",  # containers have their own
     ]

@@ -21,7 +21,6 @@ gives it out again in the order of that stream.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -200,7 +199,7 @@ def _plain_pool(cupy: ModuleType) -> Any:
 def node_key() -> int:
     """Return a number that processes share only if they run on one start of one machine."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    facts = f"{socket.gethostname()}|{boot.read_text() if boot.exists() else ''}"
+    facts = f"{os.uname().nodename}|{boot.read_text() if boot.exists() else ''}"
     return digest_bits(facts.encode(), 63)
 
 

@@ -24,7 +24,7 @@ from mpimesh.parallel.model import ParallelModel
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
-from mpimesh.trace.tracer import log
+from mpimesh.trace.log import log
 
 __all__ = ["Accumulation", "MetricsCallback", "TrainingMetrics", "reduce_gradients"]
 

@@ -16,7 +16,6 @@ import json
 import mmap
 import os
 import re
-import socket
 import struct
 import time
 from collections.abc import Sequence
@@ -184,7 +183,7 @@ class Recorder(Ring):
         self._texts: Cache[tuple[object, ...], tuple[bytes, object]] = Cache(_MOST_TEXTS)
         self._waited: object = None
         self._map[: len(_MAGIC)] = _MAGIC
-        head = {"rank": rank, "size": size, "host": socket.gethostname(), "pid": self._pid}
+        head = {"rank": rank, "size": size, "host": os.uname().nodename, "pid": self._pid}
         self._put(_HEAD_AT, _HEAD_BYTES, json.dumps(head).encode())
 
     def start(self, group: RecordedGroup, call: Call, nbytes: int) -> None:

@@ -8,12 +8,15 @@ launcher's variables tell how many tasks there should have been.
 from __future__ import annotations
 
 import os
-import socket
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mpimesh.errors import LaunchError, on_all_ranks
+
+if TYPE_CHECKING:
+    from socket import socket
 
 __all__ = ["Launch", "check_world", "end_before_mpi", "exit_status", "is_rank", "way_to_mpi"]
 
@@ -204,7 +207,7 @@ def end_before_mpi(exit_code: int) -> None:
             subprocess.run([command, f"{job}.{step}"], timeout=_ANSWER_S, check=False)
 
 
-def _process_manager() -> socket.socket | None:
+def _process_manager() -> socket | None:
     """Return the connection to the launcher that MPICH's process manager interface has."""
     text = os.environ.get("PMI_FD", "")
     if not text.isdecimal():
@@ -212,6 +215,8 @@ def _process_manager() -> socket.socket | None:
     try:
         if not stat.S_ISSOCK(os.fstat(int(text)).st_mode):
             return None
-        return socket.socket(fileno=os.dup(int(text)))
+        from socket import socket  # late: only the end of a failed rank needs it
+
+        return socket(fileno=os.dup(int(text)))
     except OSError:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import os
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -338,7 +338,7 @@ class RankDevices:
         self._world, self._rank = context.world, context.rank
         virtual, call = self._world.virtual is not None, Call("DeviceMesh", WORLD)
         launch = Launch.detect()
-        host = launch.node or socket.gethostname()
+        host = launch.node or os.uname().nodename
         # Virtual ranks are all of one task.
         said = None if virtual else launch.local_rank
         self.local_rank = _local_rank(agree(context, call, [host, said]), self._rank)

@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import numpy as np
-import numpy.typing as npt
 
 from mpimesh.arguments import as_int, size_text
 from mpimesh.core.call import Counter, Limits
@@ -57,7 +56,7 @@ _MOST_PENDING = 512
 Amount = int | tuple[int, ...]
 """The size of one operation, as a rule needs it: bytes, or several numbers."""
 
-_Counts = npt.NDArray[np.int64]
+_Counts: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Members:

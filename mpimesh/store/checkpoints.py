@@ -19,7 +19,7 @@ from mpimesh.store.files import agreeing, as_folder, check_mesh
 from mpimesh.store.format import MANIFEST, is_manifest, listed_files
 from mpimesh.store.loading import Verify, load
 from mpimesh.store.saving import FILE_BYTES, save, settle
-from mpimesh.trace.tracer import log
+from mpimesh.trace.log import log
 
 __all__ = ["Checkpoints", "DamagedCheckpointWarning", "LeftCheckpointWarning", "steps_in"]
 

@@ -17,7 +17,7 @@ from mpimesh.errors import MeshError, on_all_ranks
 from mpimesh.runtime.agreement import PlannedMax
 from mpimesh.runtime.device_mesh import DeviceMesh
 from mpimesh.runtime.world import MeshContext, exit_all
-from mpimesh.trace.tracer import log
+from mpimesh.trace.log import log
 
 __all__ = ["RunGuard", "run_guard"]
 

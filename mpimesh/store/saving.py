@@ -61,7 +61,7 @@ from mpimesh.store.files import (
 )
 from mpimesh.store.parts import Value
 from mpimesh.store.trees import Flat, flatten, in_order, leaf_names, mesh_of
-from mpimesh.trace.tracer import log
+from mpimesh.trace.log import log
 
 __all__ = ["FILE_BYTES", "save", "settle"]
 

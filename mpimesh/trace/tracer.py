@@ -1,9 +1,8 @@
-"""Events of a rank, the ring that records them at about a microsecond each, and the log."""
+"""Events of a rank, and the ring that records them at about a microsecond each."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +24,6 @@ __all__ = [
     "check_category",
     "events_from_json",
     "events_to_json",
-    "log",
     "shift_events",
 ]
 
@@ -373,18 +371,3 @@ class _NullTracer(Tracer):
 
 #: Stands where nothing is to be recorded: it keeps nothing and reads no clock, so all may share it.
 NULL_TRACER = _NullTracer()
-
-
-# -- Python's logging -----------------------------------------------------------------------------
-
-_LOGGER = logging.getLogger("mpimesh")
-_LOGGER.addHandler(logging.NullHandler())
-
-
-def log(level: int, rank: int, message: str, *values: object) -> None:
-    """Make a record of what the library does on `rank`, with the attribute `rank`.
-
-    It is made under the name ``mpimesh``; nothing is shown unless users say so.
-    """
-    if _LOGGER.isEnabledFor(level):
-        _LOGGER.log(level, message, *values, extra={"rank": rank}, stacklevel=2)
