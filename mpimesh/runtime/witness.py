@@ -117,6 +117,7 @@ class NodeProcesses:
         self._launcher_kills_all = launcher_kills_all
         self._pipes: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
+        self._starting = 0
         self._poll = select.poll()
         self._pipe, self._pipe_end = os.pipe()
         self._poll.register(self._pipe, select.POLLIN)
@@ -143,7 +144,17 @@ class NodeProcesses:
                 self._ranks[file] = rank
                 self._poll.register(file, select.POLLIN)
         if self.has_witness and world_ranks[native.rank] < min(self._pipes):
-            _start_witness(f"{rank}:{pid}:{pipe}" for rank, (pid, pipe) in here.items())
+            self._starting = _start_witness(f"{r}:{pid}:{pipe}" for r, (pid, pipe) in here.items())
+
+    def await_witness(self) -> None:
+        """Wait until the witness watches, if this rank has started one: it takes some 15 ms.
+
+        The collective that comes next makes the other ranks wait for that, too.
+        """
+        starting, self._starting = self._starting, 0
+        if starting:
+            with suppress(OSError):
+                os.waitpid(starting, 0)
 
     @property
     def has_witness(self) -> bool:
@@ -212,17 +223,16 @@ def unread_bytes(fd: int) -> int:
 # -- the witness ---------------------------------------------------------------------------------
 
 
-def _start_witness(ranks: Iterable[str]) -> None:
-    """Start the witness, and wait until it watches: its parent, a child of this process, has gone.
+def _start_witness(ranks: Iterable[str]) -> int:
+    """Start the witness, and return its process: it watches once that has gone. 0 for none.
 
-    Some 15 ms, once. The collective that comes next makes the other ranks wait for that, too.
+    Not by `subprocess`: to import it takes as long as the witness's own start.
     """
-    import subprocess  # late: most programs never need it
-
     with suppress(OSError):
         command = [sys.executable, "-I", "-S", __file__, *ranks]
-        nowhere = subprocess.DEVNULL
-        subprocess.run(command, stdin=nowhere, stdout=nowhere, start_new_session=True, check=False)
+        nowhere = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1)]
+        return os.posix_spawn(sys.executable, command, os.environ, file_actions=nowhere)
+    return 0
 
 
 def _watch(ranks: list[str]) -> None:
@@ -234,6 +244,12 @@ def _watch(ranks: list[str]) -> None:
     Args:
         ranks: ``"rank:process:pipe"`` of each.
     """
+    # Away from the launcher, which waits for what it has started, and for the files of that.
+    os.setsid()
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - as above
+        with suppress(OSError):
+            if int(name) > 2:  # all but stderr, and what leads nowhere
+                os.close(int(name))
     # It tells of what has come in its order: whom the launcher kills comes later.
     waiting = select.epoll()
     watched: dict[int, tuple[int, int, int]] = {}

@@ -146,7 +146,10 @@ class World:
             duplicate = self._duplicate(comm, settings)
         counts = self.progress.counts
         counts["meshes"] = number = counts.get("meshes", 0) + 1
-        mesh = "" if self.channels is None else self.channels.register_mesh(duplicate)
+        mesh = ""
+        if self.channels is not None:
+            mesh = self.channels.register_mesh(duplicate)
+            self.channels.processes.await_witness()
         open_ledger(self.progress, duplicate, settings, mesh or f"mesh {number}", "everyone")
         return duplicate
 
