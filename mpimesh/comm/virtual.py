@@ -148,6 +148,8 @@ class VirtualWorld:
         ) from error
 
     def _raise_deadlock(self) -> None:
+        if len(self._asleep) < len(self._running):
+            return
         # No bell has rung since any of them looked, and all of them sleep: none ever will.
         stuck = {
             thread: (rank, what)
@@ -178,16 +180,13 @@ class VirtualCommunicator(NodeCommunicator):
     window: Window
     node_mail: Mail
 
-    def __init__(
-        self, world: VirtualWorld, context: _Context, rank: int, world_ranks: tuple[int, ...]
-    ) -> None:
+    def __init__(self, world: VirtualWorld, context: _Context, rank: int) -> None:
         self.world = world
         self.rank = rank
-        self.size = len(world_ranks)
-        self.world_ranks = world_ranks
+        self.world_ranks = context.world_ranks
+        self.size = len(self.world_ranks)
         self._context = context
-        doors = [world.doors[one] for one in world_ranks]
-        self.window = context.window(world.engines[world_ranks[rank]], rank, doors)
+        self.window = context.window(world.engines[self.world_ranks[rank]], rank)
         if self.size > 1:
             self.node, self.node_ranks = self.window, range(self.size)
         self.node_mail = context.mail(self.window, world.rendezvous)
@@ -277,16 +276,16 @@ class VirtualCommunicator(NodeCommunicator):
             split.joined[self.rank] = mine
             if len(split.joined) == self.size:
                 del context.splits[self._splits]
-                split.make(self.world)
-        self.world.ring()
+                split.make(self.world, self.world_ranks)
+        if split.done:
+            self.world.ring()
         return split
 
     def _part(self, split: _Split, color: int | None) -> VirtualCommunicator | None:
         if color is None:
             return None
         context, members = split.parts[color]
-        world_ranks = tuple(self.world_ranks[member] for member in members)
-        part = VirtualCommunicator(self.world, context, members.index(self.rank), world_ranks)
+        part = VirtualCommunicator(self.world, context, members.index(self.rank))
         part.engine = self.engine
         return part
 
@@ -313,32 +312,36 @@ class VirtualCommunicator(NodeCommunicator):
 
 def virtual_communicators(world: VirtualWorld) -> list[VirtualCommunicator]:
     """Return the communicator of all ranks of `world`, as each of them sees it."""
-    context = _Context(world, world.size)
     ranks = tuple(range(world.size))
-    return [VirtualCommunicator(world, context, rank, ranks) for rank in ranks]
+    context = _Context(world, ranks)
+    return [VirtualCommunicator(world, context, rank) for rank in ranks]
 
 
 class _Context:
     """The state that the ranks of one communicator share.
 
     Attributes:
+        world_ranks: The ranks, in their order, as the world counts them.
         splits: Those that some ranks have joined and others have not, by number.
         offers: The arrays that ranks have offered to all, by number.
         num_offers: How many there have been.
     """
 
-    def __init__(self, world: VirtualWorld, size: int) -> None:
+    def __init__(self, world: VirtualWorld, world_ranks: tuple[int, ...]) -> None:
+        size = len(world_ranks)
+        self.world_ranks = world_ranks
         self.splits: dict[int, _Split] = {}
         self.offers: dict[int, HostArray] = {}
         self.num_offers = 0
         self._lanes = zero_pages(size, LANE_BYTES)
         self._slots = zero_pages(size, slot_bytes(size))
+        self._doors = [world.doors[rank] for rank in world_ranks]
         self._rings: list[HostArray] = []  # which others read as long as they like
 
-    def window(self, engine: Engine, rank: int, doors: list[Door]) -> Window:
+    def window(self, engine: Engine, rank: int) -> Window:
         """Return the ranks as `rank` starts operations among them."""
         lanes = self._lanes
-        return Window(engine, rank, lanes, [0] * len(lanes), doors, is_threads=True)
+        return Window(engine, rank, lanes, [0] * len(lanes), self._doors, is_threads=True)
 
     def mail(self, window: Window, rendezvous: bool) -> Mail:
         """Return the messages of a rank, whose window this is."""
@@ -360,8 +363,8 @@ class _Split:
         self.parts: dict[int, tuple[_Context, tuple[int, ...]]] = {}
         self.done = False
 
-    def make(self, world: VirtualWorld) -> None:
-        """Make the parts of all colors."""
+    def make(self, world: VirtualWorld, world_ranks: tuple[int, ...]) -> None:
+        """Make the parts of all colors; `world_ranks` are those that are split."""
         members: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for rank, mine in sorted(self.joined.items()):
             if mine is not None:
@@ -369,5 +372,5 @@ class _Split:
                 members[color].append((key, rank))
         for color, ranks in members.items():
             part = tuple(rank for _, rank in sorted(ranks))
-            self.parts[color] = _Context(world, len(part)), part
+            self.parts[color] = _Context(world, tuple(world_ranks[rank] for rank in part)), part
         self.done = True

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -336,25 +337,40 @@ class RankDevices:
 
     def __init__(self, context: MeshContext) -> None:
         self._world, self._rank = context.world, context.rank
-        virtual, call = self._world.virtual is not None, Call("DeviceMesh", WORLD)
         launch = Launch.detect()
         host = launch.node or os.uname().nodename
-        # Virtual ranks are all of one task.
-        said = None if virtual else launch.local_rank
-        self.local_rank = _local_rank(agree(context, call, [host, said]), self._rank)
-        mine = pick_device(self._world.devices(), self.local_rank)
-        in_use = not virtual and cupy_in_use()
-        records = agree(context, call, [host, mine.to_record(), in_use])
-        self.table = DeviceTable(
-            tuple(Device.from_record(record) for _, record, _ in records),
-            tuple(host for host, _, _ in records),
-        )
+        if self._world.virtual is not None:
+            # All are of this process, and know the same.
+            self.local_rank, size = self._rank, context.communicator.size
+            self.table = _table_of_threads(self._world.hardware.devices(), host, size)
+        else:
+            self._exchange(context, host, launch.local_rank)
+        if cupy_in_use():
+            make_current(self.mine)
+
+    def _exchange(self, context: MeshContext, host: str, said: int | None) -> None:
+        """Learn the devices of all ranks: in one exchange if their launcher counts those of a node.
+
+        Args:
+            context: The ranks.
+            host: This rank's node.
+            said: Its local rank in the launcher's word; None for none.
+        """
+        call, devices = Call("DeviceMesh", WORLD), self._world.hardware.devices()
+        record = "" if said is None else pick_device(devices, said).to_json()
+        rows = agree(context, call, [host, said, record, cupy_in_use()])
+        self.local_rank = _local_rank(rows, self._rank)
+        if not all(record for _, _, record, _ in rows):
+            record = pick_device(devices, self.local_rank).to_json()
+            rows = agree(context, call, [host, said, record, cupy_in_use()])
+        # Those of a node without GPUs have the same one.
+        read = {record: Device.from_json(record) for _, _, record, _ in rows}
+        hosts = tuple(host for host, *_ in rows)
+        self.table = DeviceTable(tuple(read[record] for _, _, record, _ in rows), hosts)
         shared = shared_gpus(self.table)
-        users = [one for one in shared if sum(records[rank][2] for rank in one.ranks) > 1]
+        users = [one for one in shared if sum(rows[rank][3] for rank in one.ranks) > 1]
         if users and self._rank == 0:
             _warn_once(sharing_text(users), SharedGpuWarning)
-        if cupy_in_use():
-            make_current(mine)
 
     @property
     def mine(self) -> Device:
@@ -385,12 +401,18 @@ def _warn_once(text: str, kind: type[Warning]) -> None:
         warnings.warn_explicit(text, kind, filename, line)
 
 
-def _local_rank(facts: Sequence[tuple[str, int | None]], rank: int) -> int:
+@lru_cache(maxsize=4)
+def _table_of_threads(devices: tuple[Device, ...], host: str, size: int) -> DeviceTable:
+    """Return the devices of virtual ranks, made once for all of them."""
+    return DeviceTable(tuple(pick_device(devices, rank) for rank in range(size)), (host,) * size)
+
+
+def _local_rank(facts: Sequence[Sequence[Any]], rank: int) -> int:
     """Return the local rank of `rank`, from the host and the launcher's word of every rank."""
-    host, said = facts[rank]
+    host, said, *_ = facts[rank]
     if said is not None:
-        return said
-    return [one for one, (other, _) in enumerate(facts) if other == host].index(rank)
+        return int(said)
+    return [one for one, (other, *_) in enumerate(facts) if other == host].index(rank)
 
 
 # -- the mesh that is asked for ------------------------------------------------------------------

@@ -64,6 +64,20 @@ _POOLED_BYTES = 512 << 20
 """Most memory for results that is kept for those to come."""
 
 
+class Hardware:
+    """The devices of this process, looked for once: drivers answer slowly."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # virtual ranks ask at once
+        self._devices: tuple[Device, ...] = ()
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return them. Local."""
+        with self._lock:
+            self._devices = self._devices or find_devices()
+            return self._devices
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class World:
     """The state of one rank, whatever meshes it makes.
@@ -80,6 +94,7 @@ class World:
             an MPI world.
         threads_may_fail: Whether an exception in a thread leaves the job alone, because
             somebody else, such as a test runner, answers for it.
+        hardware: The devices of this process, for all virtual ranks together.
     """
 
     virtual: Communicator | None = None
@@ -92,13 +107,7 @@ class World:
     channels: ControlChannels | None = None
     node: Node | None = None
     threads_may_fail: bool = False
-    _devices: tuple[Device, ...] = ()
-
-    def devices(self) -> tuple[Device, ...]:
-        """Return the devices of this process, looked for once: drivers answer slowly. Local."""
-        if not self._devices:
-            self._devices = find_devices()
-        return self._devices
+    hardware: Hardware = field(default_factory=Hardware)
 
     def open_communicator(self, comm: Any, settings: Settings) -> Communicator:
         """Collective: return a new communicator of the ranks of `comm`, None for all ranks.
@@ -513,7 +522,8 @@ def run_virtual(
     communicators = virtual_communicators(world)
     results: list[Any] = [None] * size
 
-    worlds = [World(communicator) for communicator in communicators]
+    hardware = Hardware()
+    worlds = [World(communicator, hardware=hardware) for communicator in communicators]
     for one, engine in zip(worlds, world.engines, strict=True):
         one.progress.core = engine
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from itertools import pairwise
 
@@ -10,6 +9,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.errors import RankError, TraceError
+from mpimesh.mesh import DeviceTable
 from mpimesh.runtime.events import clock_offsets, gather_events
 from mpimesh.trace import Tracer
 from tests.helpers.raises import raises
@@ -19,19 +19,15 @@ SKEWS_S = {"first": 0.0, "second": 1000.0, "third": -7.5}
 
 def on_hosts(monkeypatch, hosts, body):
     """Run `body(mesh, clock)` on one virtual rank for each host, with that host's clock."""
-    place = threading.local()
 
     def main():
-        # The rank is known only from a mesh, but its host must be there before.
-        with mm.DeviceMesh("all=-1") as mesh:
-            place.host = hosts[mesh.rank]
         with mm.DeviceMesh("all=-1") as mesh:
             skew_s = SKEWS_S[hosts[mesh.rank]]
             return body(mesh, lambda: time.perf_counter() + skew_s)
 
     monkeypatch.setattr(
-        "mpimesh.runtime.mesh_core.Launch.detect",
-        lambda: mm.runtime.Launch(node=getattr(place, "host", "first")),
+        "mpimesh.runtime.mesh_core._table_of_threads",
+        lambda devices, host, size: DeviceTable(devices[:1] * size, tuple(hosts)),
     )
     return mm.run_virtual(len(hosts), main)
 

@@ -18,7 +18,7 @@ from mpimesh.mesh import (
     sharing_text,
 )
 from mpimesh.mesh.probe import cupy_number, parse_mig, parse_row, visible_devices
-from mpimesh.runtime.world import World
+from mpimesh.runtime.world import Hardware
 from tests.devices.gpu_runtime import CupyOfDevices, uuid_of
 from tests.helpers.raises import raises
 
@@ -202,7 +202,7 @@ def test_the_mesh_makes_the_gpu_current(cupy):
 
 def test_cupy_that_comes_later_is_told_by_use_device(cupy, monkeypatch):
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    monkeypatch.setattr(World, "devices", lambda world: tuple(GPUS))
+    monkeypatch.setattr(Hardware, "devices", lambda _: tuple(GPUS))
     come = threading.Barrier(4)
 
     def main():
@@ -222,7 +222,7 @@ def test_use_device_without_cupy_or_without_a_gpu(monkeypatch):
     with mm.DeviceMesh("x=1") as mesh:
         if not mesh.local_device().backend.is_gpu:
             assert mesh.use_device() == mesh.local_device()
-    monkeypatch.setattr(World, "devices", lambda world: tuple(GPUS))
+    monkeypatch.setattr(Hardware, "devices", lambda _: tuple(GPUS))
 
     def main():
         mesh = mm.DeviceMesh("x=-1")
