@@ -245,6 +245,7 @@ class ControlChannels:
         self.processes = NodeProcesses(launcher_kills_all=kills_all)
         self.communicator: Communicator | None = None
         self._channels: list[ControlChannel] = []
+        self._watched = 0
         self._exits: dict[tuple[int, str], tuple[PeerExit, float]] = {}
         self._next_poll_s = 0.0
         self._meshes_made: dict[tuple[int, ...], int] = {}
@@ -257,7 +258,7 @@ class ControlChannels:
         """Return a channel that has all these ranks."""
         return next((one for one in self._channels if one.covers(world_ranks)), None)
 
-    def connect(self, communicator: Communicator, node: Node) -> None:
+    def connect(self, communicator: Communicator) -> None:
         """Collective: make sure that the ranks of `communicator` can tell each other that they end.
 
         All ranks of a channel know it, so those of the communicator decide alike.
@@ -265,10 +266,14 @@ class ControlChannels:
         world_ranks = job_ranks(communicator) if communicator.kind == "mpi" else ()
         if not world_ranks or self.find(world_ranks) is not None:
             return  # of another world, whose ranks have no number here; or not the first
-        native = communicator.native.Dup()
-        self._channels.append(ControlChannel(native))
+        self._channels.append(ControlChannel(communicator.native.Dup()))
         self.communicator = self.communicator or communicator
-        self.processes.watch(native, world_ranks, node.address[0])
+
+    def watch(self, node: Node) -> None:
+        """Collective: watch the processes of this node that are on a new channel."""
+        for channel in self._channels[self._watched :]:
+            self.processes.watch(channel.native, channel.world_ranks, node.address[0])
+        self._watched = len(self._channels)
 
     # -- meshes ----------------------------------------------------------------------
 

@@ -138,6 +138,13 @@ class World:
             # Before anything can go wrong: from here on, a failure of one rank ends the job.
             self._watch(settings)
             comm = _mpi_communicator(comm)
+        if comm.kind == "mpi" and self.node is None:
+            # What each rank does alone comes before all wait: MPI's own calls, which come after
+            # that, take processor time while they wait. Imported late: virtual ranks do without.
+            from mpimesh.comm.arena import Node
+            from mpimesh.comm.routed import routed  # noqa: F401
+
+            self.node = Node()
         # Making one waits inside the transport, where nothing else moves. A rank that is still in
         # an operation, and needs this rank for it, comes first.
         ledger, number, look = self.progress.ledger_of(comm), 0, None
@@ -164,14 +171,12 @@ class World:
 
     def _duplicate(self, comm: Communicator, settings: Settings) -> Communicator:
         """Collective: return a new communicator of the same ranks."""
-        if comm.kind == "mpi" and self.node is None:
-            from mpimesh.comm.arena import Node  # late: virtual ranks do without
-
-            self.node = Node()
-        if self.channels is not None and self.node is not None:
+        if self.channels is not None:
             # Before what may hang: from here on the ranks can ask each other what they are doing.
-            self.channels.connect(comm, self.node)
+            self.channels.connect(comm)
         duplicate = comm.split(0, comm.rank)
+        if self.channels is not None and self.node is not None:
+            self.channels.watch(self.node)
         if duplicate is None:
             raise RankError("a rank got no communicator for a group that it is in")
         if not isinstance(duplicate, Communicator):
