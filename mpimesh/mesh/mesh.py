@@ -27,7 +27,6 @@ from mpimesh.mesh.dims import (
     parse_names,
     world_size_error,
 )
-from mpimesh.trace import html
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -458,6 +457,8 @@ class Mesh:
 
     def _repr_html_(self) -> str:
         """Show the ranks in a grid, in notebooks."""
+        from mpimesh.trace import html  # late: pictures are for notebooks
+
         return html.paragraph(repr(self)) + html.rank_grid(self.dims, self.ids.tolist())
 
     def _ids_text(self) -> str:

@@ -9,14 +9,15 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mpimesh.errors import MeshError
 from mpimesh.mesh.device import Device, DeviceBackend, cpus_text
 
+# Importing pathlib takes longer than all that is looked for here.
 if TYPE_CHECKING:
+    from pathlib import Path
     from subprocess import Popen
 
 __all__ = [
@@ -73,7 +74,7 @@ def probe_devices(
 
 # -- the CPU: cores and memory that this process may use, also inside a container ------------------
 
-_ROOT = Path("/")
+_ROOT: str | Path = ""
 
 
 def cpu_device() -> Device:
@@ -93,7 +94,7 @@ def cpu_device() -> Device:
     )
 
 
-def memory_limit_bytes(root: Path = _ROOT) -> int:
+def memory_limit_bytes(root: str | Path = _ROOT) -> int:
     """Return the memory this process may use: the machine's, or its control group's limit.
 
     0 if the machine does not say.
@@ -105,14 +106,14 @@ def memory_limit_bytes(root: Path = _ROOT) -> int:
     limits = [total] if total else []
     for folder in _group_folders(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):  # of version 2 and 1
-            text = "".join(_lines(folder / name)).strip()
+            text = "".join(_lines(f"{folder}/{name}")).strip()
             # Version 2 writes "max" for no limit; version 1 a number larger than any memory.
             if text.isdigit() and int(text) > 0:
                 limits.append(int(text))
     return min(limits, default=0)
 
 
-def cpu_quota(root: Path = _ROOT) -> float:
+def cpu_quota(root: str | Path = _ROOT) -> float:
     """Return how many cores' time this process's control group may use; 0 if all.
 
     Args:
@@ -120,57 +121,62 @@ def cpu_quota(root: Path = _ROOT) -> float:
     """
     quotas = []
     for folder in _group_folders(root, "cpu"):
-        text = " ".join(_lines(folder / "cpu.max"))  # version 2: "200000 100000", or "max 100000"
+        text = " ".join(_lines(f"{folder}/cpu.max"))  # version 2: "200000 100000", or "max 100000"
         if not text:  # version 1, where -1 is no limit
             names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            text = " ".join(line for name in names for line in _lines(folder / name))
+            text = " ".join(line for name in names for line in _lines(f"{folder}/{name}"))
         with suppress(ValueError):
             share, period = map(float, text.split())
             quotas += [share / period] if share > 0 < period else []
     return min(quotas, default=0.0)
 
 
-def _meminfo_bytes(root: Path) -> int:
-    for line in _lines(root / "proc/meminfo"):
+def _meminfo_bytes(root: str | Path) -> int:
+    for line in _lines(f"{root}/proc/meminfo"):
         label, _, value = line.partition(":")
         if label == "MemTotal" and value.split()[:1] and value.split()[0].isdigit():
             return int(value.split()[0]) * 1024
     return 0
 
 
-def _group_folders(root: Path, controller: str) -> list[Path]:
+def _group_folders(root: str | Path, controller: str) -> list[str]:
     """List the folders that may hold a limit, for control groups of version 2 and 1.
 
     A limit may stand at any level above the process's own group, and a container sees its own
     group as the root, so all levels are asked and the least counts.
     """
     folders = []
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in _lines(f"{root}/proc/self/cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
         if controllers and controller not in controllers.split(","):
             continue
-        base = root / "sys/fs/cgroup" / (controller if controllers else "")
+        base = f"{root}/sys/fs/cgroup" + (f"/{controller}" if controllers else "")
         levels = [part for part in group.split("/") if part not in ("", "..")]
-        folders += [base.joinpath(*levels[:depth]) for depth in range(len(levels) + 1)]
+        folders += ["/".join([base, *levels[:depth]]) for depth in range(len(levels) + 1)]
     return folders
 
 
-def _model_name(root: Path) -> str:
+def _model_name(root: str | Path) -> str:
     # Read line by line: on a large machine the file has thousands, slow to make.
-    with suppress(OSError), (root / "proc/cpuinfo").open(encoding="utf-8", errors="replace") as f:
-        for line in f:
+    with suppress(OSError), _open(f"{root}/proc/cpuinfo") as file:
+        for line in file:
             label, _, value = line.partition(":")
             if label.strip() in ("model name", "Model", "cpu model") and value.strip():
                 return value.strip()
     return os.uname().machine + " CPU"
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: str) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+        with _open(path) as file:
+            return file.read().splitlines()
     except OSError:
         return []
+
+
+def _open(path: str) -> TextIO:
+    return open(path, encoding="utf-8", errors="replace")  # noqa: PTH123 - see the imports
 
 
 # -- GPUs by CuPy, and the current one ------------------------------------------------------------

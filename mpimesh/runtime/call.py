@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from mpimesh.arguments import digest_bits, shown
-from mpimesh.core.call import OWN, CallRecord, Site, call_site
+from mpimesh.core.call import OWN, CallRecord, Ledger, Site, call_site
 from mpimesh.errors import GroupError
 
 __all__ = [
     "Call",
     "Message",
+    "RecordedGroup",
     "Site",
     "call_site",
     "call_stack",
+    "last_words",
     "site_line",
     "site_text",
 ]
@@ -143,3 +146,43 @@ class Message(Call):
         self.peer = peer
         self.tag = tag
         self.count = 0
+
+
+# -- records of calls -----------------------------------------------------------------------------
+
+
+class RecordedGroup(Protocol):
+    """The part of a process group that stands in a record."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Its ranks."""
+        ...
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """That of its communicator; None if this rank is not in it."""
+        ...
+
+
+def last_words(calls: Sequence[Call]) -> str:
+    """Return the last calls of a rank, the latest last, for stderr."""
+    lines: list[list[Any]] = []
+    for call in list(calls):
+        number = f" as number {call.number}" if call.number else ""
+        text = str(call)
+        state = "" if call.ended else ", not ended"
+        if lines and lines[-1][0] == text and not state:
+            lines[-1][1:] = [number, lines[-1][2] + 1, state]
+        else:
+            lines.append([text, number, 1, state])
+    rows = [
+        f"  {text}{number}{f', {times} times' if times > 1 else ''}{state}"
+        for text, number, times, state in lines
+    ]
+    return "\n".join(["last operations of this rank:", *rows])

@@ -28,7 +28,7 @@ from mpimesh.runtime.call import call_site
 from mpimesh.runtime.group import Backend, ProcessGroup
 from mpimesh.runtime.mesh_core import MeshArgument, MeshCore
 from mpimesh.runtime.traffic import Budget, Traffic
-from mpimesh.trace import Tracer, html
+from mpimesh.trace import Tracer
 
 __all__ = ["DeviceMesh"]
 
@@ -601,6 +601,8 @@ class DeviceMesh:
 
     def _repr_html_(self) -> str:
         """Show the ranks in a grid, in notebooks. Local."""
+        from mpimesh.trace import html  # late: pictures are for notebooks
+
         return html.paragraph(repr(self)) + html.rank_grid(self.dims, self.ids.tolist())
 
     def __repr__(self) -> str:

@@ -30,11 +30,11 @@ from mpimesh.arguments import digest_text, ranks_text
 from mpimesh.caches import Cache
 from mpimesh.comm import Communicator
 from mpimesh.comm.signatures import signature_text
-from mpimesh.core.call import Ledger, Ring
+from mpimesh.core.call import Ring
 from mpimesh.errors import SettingsError
-from mpimesh.runtime.call import Call, site_text
+from mpimesh.runtime.call import Call, RecordedGroup, site_text
 
-__all__ = ["KEPT", "FlightEntry", "Record", "Recorder", "last_words", "read_records"]
+__all__ = ["KEPT", "FlightEntry", "Record", "Recorder", "read_records"]
 
 KEPT = 1000
 _ROW = struct.Struct("<6q")
@@ -123,17 +123,6 @@ class Record:
     ending: str = ""
 
 
-class RecordedGroup(Protocol):
-    """The part of a process group that stands in a record."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def ranks(self) -> Sequence[int]: ...
-    @property
-    def ledger(self) -> Ledger | None: ...
-
-
 class _Wait(Protocol):
     """The part of a :class:`~.progress.Wait` that stands in a record."""
 
@@ -156,7 +145,8 @@ class Recorder(Ring):
         SettingsError: If the file cannot be made.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int) -> None:
+    def __init__(self, folder: str | Path, rank: int, size: int) -> None:
+        folder = Path(folder)
         self._rank = rank
         self._ring = folder / f"rank-{rank}.ring"
         self._json = folder / f"rank-{rank}.json"
@@ -267,24 +257,6 @@ class Recorder(Ring):
         _LENGTH.pack_into(self._map, at, 0)
         self._map[at + 8 : at + 8 + len(text)] = text
         _LENGTH.pack_into(self._map, at, len(text))
-
-
-def last_words(calls: Sequence[Call]) -> str:
-    """Return the last calls of a rank, the latest last, for stderr."""
-    lines: list[list[Any]] = []
-    for call in list(calls):
-        number = f" as number {call.number}" if call.number else ""
-        text = str(call)
-        state = "" if call.ended else ", not ended"
-        if lines and lines[-1][0] == text and not state:
-            lines[-1][1:] = [number, lines[-1][2] + 1, state]
-        else:
-            lines.append([text, number, 1, state])
-    rows = [
-        f"  {text}{number}{f', {times} times' if times > 1 else ''}{state}"
-        for text, number, times, state in lines
-    ]
-    return "\n".join(["last operations of this rank:", *rows])
 
 
 # -- reading -------------------------------------------------------------------------------

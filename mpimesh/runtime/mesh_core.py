@@ -43,7 +43,6 @@ from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call, call_site, site_line
 from mpimesh.runtime.group import Backend, ProcessGroup
 from mpimesh.runtime.launch import Launch
-from mpimesh.runtime.link_speeds import measured_links
 from mpimesh.runtime.live_groups import LiveGroups, refuse_unfinished
 from mpimesh.runtime.work import OpenWork
 from mpimesh.runtime.world import MeshContext, world_of
@@ -202,6 +201,8 @@ class MeshCore:
 
     def measure_links(self) -> None:
         """Measure the speeds from rank to rank. See :meth:`DeviceMesh.measure_links`."""
+        from mpimesh.runtime.link_speeds import measured_links  # late: few meshes are measured
+
         self.refuse_closed("measure the links of")
         context = self.context
         if context.settings.checks:

@@ -19,14 +19,13 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from mpimesh.arguments import rank_names, ranks_by_value
 from mpimesh.comm import Communicator, VirtualCommunicator, VirtualWorld
 from mpimesh.comm.engine import poll
 from mpimesh.comm.signatures import last_started
 from mpimesh.errors import CollectiveTimeoutError, on_all_ranks
-from mpimesh.runtime.call import Call, call_site, site_text
+from mpimesh.runtime.call import Call, call_site, last_words, site_text
 from mpimesh.runtime.control import (
     ControlChannel,
     ControlChannels,
@@ -37,7 +36,6 @@ from mpimesh.runtime.control import (
 )
 from mpimesh.runtime.deadlock import DeadlockSearch
 from mpimesh.runtime.failure import TOGETHER_S, end_job, install, is_of_another
-from mpimesh.runtime.flight import Recorder, last_words
 from mpimesh.runtime.progress import Progress, Wait
 from mpimesh.runtime.tracebacks import (
     handled_exception,
@@ -398,7 +396,9 @@ class Watchdog:
         self._processes = channels.processes
         self.threads_may_fail = threads_may_fail
         if settings.record_dir:
-            progress.recorder = Recorder(Path(settings.record_dir), rank, MPI.COMM_WORLD.size)
+            from mpimesh.runtime.flight import Recorder  # late: most jobs have none
+
+            progress.recorder = Recorder(settings.record_dir, rank, MPI.COMM_WORLD.size)
         # The watchdog's report says more, where it comes soon.
         notice_s = 0.0 if 0 < limit_s < DEFAULT_TIMEOUT_S else _NOTICE_S
         self._notice = Notice(rank, notice_s, progress=progress)

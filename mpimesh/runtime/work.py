@@ -29,8 +29,7 @@ from mpimesh.errors import (
     UnresolvedWarning,
     tell_elsewhere,
 )
-from mpimesh.runtime.call import Call, site_line
-from mpimesh.runtime.flight import RecordedGroup
+from mpimesh.runtime.call import Call, RecordedGroup, site_line
 from mpimesh.runtime.progress import Progress
 
 if TYPE_CHECKING:

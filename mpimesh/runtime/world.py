@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import WeakSet
 
@@ -36,7 +35,6 @@ from mpimesh.runtime.call import Call, call_site, site_text
 from mpimesh.runtime.control import ControlChannels
 from mpimesh.runtime.deadlock import Mail, Waiting, deadlock_text, find_deadlock
 from mpimesh.runtime.failure import end_together, is_born_too_late, limited_start
-from mpimesh.runtime.flight import Recorder
 from mpimesh.runtime.launch import Launch, check_world
 from mpimesh.runtime.progress import InputLocks, Progress, put_before
 from mpimesh.runtime.traffic import Traffic
@@ -548,8 +546,10 @@ def run_virtual(
             world.leave(rank)
 
     if settings.record_dir:
+        from mpimesh.runtime.flight import Recorder  # late: most jobs have none
+
         for rank, one in enumerate(worlds):
-            one.progress.recorder = Recorder(Path(settings.record_dir), rank, size)
+            one.progress.recorder = Recorder(settings.record_dir, rank, size)
     threads = [
         threading.Thread(target=main, args=(rank,), name=f"virtual rank {rank}", daemon=True)
         for rank in range(size)

@@ -14,15 +14,8 @@ from hypothesis import given, settings, strategies as st
 
 from mpimesh.cli.flight import first_difference, report, waits_for
 from mpimesh.errors import SettingsError
-from mpimesh.runtime.call import Call
-from mpimesh.runtime.flight import (
-    KEPT,
-    FlightEntry,
-    Record,
-    Recorder,
-    last_words,
-    read_records,
-)
+from mpimesh.runtime.call import Call, last_words
+from mpimesh.runtime.flight import KEPT, FlightEntry, Record, Recorder, read_records
 from mpimesh.runtime.progress import Wait
 from tests.helpers.depth import examples
 from tests.helpers.raises import names
