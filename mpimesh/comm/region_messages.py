@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -71,8 +71,7 @@ def exchange_by_messages(
 # -- the plan --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
+class _Pair(NamedTuple):
     """The boxes that one rank sends to another, as one of the two sees them.
 
     Attributes:
@@ -113,8 +112,7 @@ class _Pair:
         return fragments
 
 
-@dataclass(frozen=True, slots=True)
-class _MessagePlan:
+class _MessagePlan(NamedTuple):
     """The sends and receives of one rank.
 
     Attributes:

@@ -128,8 +128,7 @@ def _do_at_once(quietly: Callable[..., object], work: Sequence[Call]) -> None:
 # -- offers: where others read a block, or a copy that is made for them -------------------
 
 
-@dataclass(frozen=True, slots=True)
-class CopyRule:
+class CopyRule(NamedTuple):
     """Rule for blocks that are copied though others could read them where they lie.
 
     Attributes:

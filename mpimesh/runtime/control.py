@@ -14,9 +14,8 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpimesh.comm import Communicator
 from mpimesh.comm.engine import poll
@@ -72,8 +71,7 @@ class Tag(IntEnum):
     """Also sent in the world's communicator, before the first mesh; below what every MPI allows."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerExit:
+class PeerExit(NamedTuple):
     """A rank has left one mesh, or the job.
 
     Attributes:
@@ -87,7 +85,7 @@ class PeerExit:
     why: str
     exit_code: int = 0
     mesh: str = ""
-    started: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    started: Mapping[str, Mapping[str, int]] = {}
 
     def ends(self, wait: Wait) -> bool:
         """Tell whether `wait`, which takes the rank that left, can no longer be done."""
@@ -317,7 +315,7 @@ class ControlChannels:
             exit_code = exit_status(error.code) if isinstance(error, SystemExit) else 0
             why = f"left the mesh by {type(error).__name__}: {error}"
             peer_exit = PeerExit(why, exit_code, mesh)
-            channel.send(Tag.PEER_EXIT, asdict(peer_exit), world_ranks)
+            channel.send(Tag.PEER_EXIT, peer_exit._asdict(), world_ranks)
 
     def leave(self, why: str, exit_code: int) -> None:
         """Tell all other ranks that this one has left the job.
@@ -328,7 +326,7 @@ class ControlChannels:
         counts = {mesh: dict(started()) for mesh, (_, started) in self._meshes.items()}
         peer_exit = PeerExit(why, exit_code, started={} if exit_code else counts)
         for channel in self._channels:
-            channel.send(Tag.PEER_EXIT, asdict(peer_exit), channel.world_ranks)
+            channel.send(Tag.PEER_EXIT, peer_exit._asdict(), channel.world_ranks)
 
     # -- the exits of others -----------------------------------------------------------
 

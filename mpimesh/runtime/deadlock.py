@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 from mpimesh.arguments import rank_names
 from mpimesh.errors import DeadlockError
@@ -78,8 +78,7 @@ class Mail:
             call.count = self.received[key]
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """The wait of one rank, and what it has done. Ranks are those of the job.
 
     Attributes:
@@ -99,9 +98,9 @@ class Waiting:
     number: int = 0
     takes: Sequence[int] = ()
     message: tuple[str, int, int] | None = None
-    started: Mapping[str, int] = field(default_factory=dict)
-    sent: Mapping[str, int] = field(default_factory=dict)
-    received: Mapping[str, int] = field(default_factory=dict)
+    started: Mapping[str, int] = {}
+    sent: Mapping[str, int] = {}
+    received: Mapping[str, int] = {}
 
     @classmethod
     def of(cls, wait: Wait, progress: Progress) -> Waiting | None:
@@ -290,7 +289,7 @@ class DeadlockSearch:
         """Return the number of this rank's wait and its description, None if it has none."""
         wait = None if self._wait is None else self._wait()
         state = None if wait is None else Waiting.of(wait, self._progress)
-        return self._serial, None if state is None else asdict(state)
+        return self._serial, None if state is None else state._asdict()
 
     def _end_round(self, channel: ControlChannel, now_s: float) -> None:
         self._round_ends_s = 0.0

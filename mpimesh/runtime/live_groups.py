@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpimesh.arguments import as_flag, shown
 from mpimesh.comm import Communicator
@@ -89,8 +89,7 @@ class _Family:
         return self.mesh == mesh and _long(mesh, self.dims) == _long(mesh, dims)
 
 
-@dataclass(frozen=True, slots=True)
-class _Custom:
+class _Custom(NamedTuple):
     """The request of a user for a group, by which it can be made again.
 
     Attributes:

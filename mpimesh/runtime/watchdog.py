@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from mpimesh.arguments import rank_names, ranks_by_value
 from mpimesh.comm import Communicator, VirtualCommunicator, VirtualWorld
@@ -96,8 +96,7 @@ _MOST_PEERS = 4
 # -- the state of a rank, and the report of all of them --------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RankState:
+class RankState(NamedTuple):
     """The state of one rank.
 
     Attributes:
@@ -144,8 +143,7 @@ class RankState:
         )
         if wait is None:
             return state
-        return replace(
-            state,
+        return state._replace(
             operation=str(wait.what),
             key=operation_key(wait.what),
             waited_s=time.monotonic() - wait.since_s,
@@ -409,7 +407,7 @@ class Watchdog:
             channels,
             Tag.WATCHDOG_QUESTION,
             Tag.WATCHDOG_ANSWER,
-            lambda: asdict(self._state()),
+            lambda: self._state()._asdict(),
             delivery_s=_ANSWER_S,
         )
         self._tick_s = _tick_s(limit_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +23,7 @@ def waiting(number: int) -> Wait:
 
 def test_json_can_say_an_exit():
     peer_exit = PeerExit("ended with exit code 3 \u2713", 3, "m", {"m": {"dp": 4}})
-    assert PeerExit(**json.loads(json.dumps(asdict(peer_exit)))) == peer_exit
+    assert PeerExit(**json.loads(json.dumps(peer_exit._asdict()))) == peer_exit
 
 
 @pytest.mark.parametrize(
