@@ -23,7 +23,7 @@ def install(monkeypatch):
 
     def put(*uuids):
         monkeypatch.setitem(sys.modules, "cupy", CupyOfDevices(uuids))
-        monkeypatch.setattr(world, "_devices", ())
+        monkeypatch.setattr(world.hardware, "_devices", ())
         monkeypatch.setattr(mesh_core, "_WARNED", set())
 
     return put
