@@ -1,7 +1,7 @@
 """All figures in one go: `python benchmarks/run.py [suite ...]`, or `make bench`.
 
 Starts 2 and 4 ranks with the mpiexec of this Python's MPI, and prints a table for each. The
-suites are startup, all_reduce, shared, messages, buckets, pipeline, training, redistribute,
+suites are startup, meshes, all_reduce, shared, messages, buckets, pipeline, training, redistribute,
 operators, recompute, step, checkpoints, array_files, minilm, gpt, gloo, torch_ddp, sharded and
 device; all of them if none is named. step is measured on 1 rank, too. checkpoints has PyTorch's
 beside them where it is there.
@@ -33,7 +33,17 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import device, gloo, gpt, minilm, sharded, shared, startup, torch_ddp  # noqa: E402
+from benchmarks import (  # noqa: E402
+    device,
+    gloo,
+    gpt,
+    meshes,
+    minilm,
+    sharded,
+    shared,
+    startup,
+    torch_ddp,
+)
 from benchmarks.measure import FULL, TINY  # noqa: E402
 from benchmarks.rows import format_table  # noqa: E402
 from mpimesh.testing.launch import launch  # noqa: E402
@@ -45,6 +55,7 @@ _ON_HOST = (
 _WITH_TORCH = ("gpt", "gloo", "torch_ddp", "sharded")
 SUITES = (
     "startup",
+    "meshes",
     *_ON_HOST,
     "recompute",
     "step",
@@ -120,6 +131,10 @@ def _measure(suites: list[str], options: argparse.Namespace) -> None:
             f"\nstartup, one process\n\n{format_table(startup.run(TINY if tiny else FULL))}",
             flush=True,
         )
+    if "meshes" in suites:
+        for size in options.ranks or (RANKS[:1] if tiny else meshes.RANKS):
+            rows = meshes.run(size, TINY if tiny else FULL)
+            print(f"\nmeshes, {size} ranks\n\n{format_table(rows)}", flush=True)
     on_host = [name for name in suites if name in _ON_HOST]
     if on_host:
         for size in ranks:

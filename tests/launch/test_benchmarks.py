@@ -74,6 +74,7 @@ def test_checkpoints_and_arrays_in_files():
 def test_all_suites_on_the_host():
     tables = measure(
         "startup",
+        "meshes",
         "all_reduce",
         "buckets",
         "pipeline",
@@ -91,6 +92,7 @@ def test_all_suites_on_the_host():
     assert len(tables["all_reduce"]) == 4 * 3  # 3 sizes of at most 64 KiB
     assert "500 gradients of 4 KiB: GradientBuckets" in tables["buckets"]
     assert len(tables["startup"]) == 3
+    assert len(tables["meshes"]) == 8
     # As long as the schedule says, at least; and per action where no stage sleeps.
     for what, (us, ratio, *_) in tables["pipeline"].items():
         assert (ratio > 1 and us > 1000) or "simulated" in what or "actions" in what, what
