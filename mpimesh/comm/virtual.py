@@ -274,10 +274,10 @@ class VirtualCommunicator(NodeCommunicator):
             self._splits += 1
             split = context.splits.setdefault(self._splits, _Split())
             split.joined[self.rank] = mine
-            if len(split.joined) == self.size:
+            if is_last := len(split.joined) == self.size:
                 del context.splits[self._splits]
                 split.make(self.world, self.world_ranks)
-        if split.done:
+        if is_last:  # before, nobody has news
             self.world.ring()
         return split
 
