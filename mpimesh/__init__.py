@@ -5,6 +5,7 @@ NumPy and CuPy, on any MPI. Importing this package starts no MPI, and loads litt
 imported when it is first used.
 """
 
+import gc
 import sys
 from typing import Any
 
@@ -28,7 +29,14 @@ def __getattr__(name: str) -> Any:
             name=name,
             obj=sys.modules[__name__],
         )
-    return _load(name)
+    # What is imported stays: the collector need not look through all of it again and again.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _load(name)
+    finally:
+        if collects:
+            gc.enable()
 
 
 _ELSEWHERE = {

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import mpimesh as mm
-from mpimesh import runtime
+from mpimesh import layout, runtime, trace
 
 
 def test_importing_mpimesh_loads_little():
@@ -20,7 +20,18 @@ def test_importing_mpimesh_loads_little():
     assert len([name for name in loaded if name.startswith("mpimesh.")]) <= 10
 
 
-@pytest.mark.parametrize("package", [mm, runtime])
+def test_the_first_mesh_loads_little():
+    code = "import numpy, sys, json; from mpi4py import MPI; before = set(sys.modules); "
+    code += "import mpimesh as mm; mm.DeviceMesh('a=1').close(); "
+    code += "print(json.dumps(sorted({*sys.modules} - before)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(json.loads(done.stdout))
+    heavy = {"hashlib", "logging", "pathlib", "secrets", "shutil", "socket", "subprocess"}
+    assert not (heavy | {"numpy.typing"}) & loaded
+    assert not {f"mpimesh.{name}" for name in ("dtensor", "layout.layout", "trace.svg")} & loaded
+
+
+@pytest.mark.parametrize("package", [mm, runtime, layout, trace])
 def test_every_name_is_there(package):
     assert package.__all__ == dir(package)
     for name in package.__all__:
