@@ -13,7 +13,7 @@ from mpimesh.mesh import find_devices
 
 @pytest.mark.parametrize("size", [2, 24])
 def test_a_mesh_rings_once_for_each_split(monkeypatch, size):
-    counts = Counter()
+    counts: Counter[str] = Counter()
 
     def counted(name, function):
         def count(*arguments):
