@@ -80,7 +80,7 @@ class PersistentCollective(Persistent[T_co]):
         group: The ranks.
         call: What each start calls.
         plan: The plan.
-        bind: Gives the operation of a start.
+        bind: Gives the operation of a start; with ``starts=False`` one to look at.
         prepared: The operation to be started again and again; None if each start needs its own.
         x: The caller's input, which must not change meanwhile.
         out: The caller's array for the result; None if there is none.
@@ -93,7 +93,7 @@ class PersistentCollective(Persistent[T_co]):
         group: GroupCore,
         call: Call,
         plan: PlanRecord,
-        bind: Callable[[], Prepared],
+        bind: Callable[..., Prepared],
         prepared: Prepared | None,
         x: Array | None,
         out: Array | None,
@@ -179,7 +179,7 @@ class PersistentCollective(Persistent[T_co]):
 
     def _own_bytes(self) -> int:
         """Return the bytes of its arrays that are none of the caller's."""
-        prepared = self._prepared or self._bind()
+        prepared = self._prepared or self._bind(starts=False)
         given = [one for one in (self._x, self._out) if _has_memory(one)]
         own: list[Any] = []
         for array in (*prepared.arguments[:2], prepared.value):
@@ -233,7 +233,7 @@ def plan_exchange(
     plan = PlanRecord(nbytes, receives, unequal=True)
     group.account(plan, name, (name, rule, None, ""))
 
-    def bind() -> Prepared:
+    def bind(*, starts: bool = True) -> Prepared:
         return Prepared(plan, prepare(), value, finish)
 
     return PersistentCollective(group, call, plan, bind, bind(), lock, out)
@@ -300,7 +300,7 @@ class _Planner:
         data = core.operand(x)
         plan = core.plan(make, data, *options)
         call = Call(plan.name, core.name, plan.rule, plan.shape_in, plan.kind, label, plan.compared)
-        prepared = plan.bind(core, x, data, out)
+        prepared = plan.bind(core, x, data, out, starts=False)
         in_place = _reads_in_place(plan, prepared, x)
         return PersistentCollective(
             core,
@@ -313,7 +313,9 @@ class _Planner:
         )
 
 
-def _bind(core: GroupCore, plan: Plan, x: Array, out: Array | None) -> Prepared:
+def _bind(
+    core: GroupCore, plan: Plan, x: Array, out: Array | None, *, starts: bool = True
+) -> Prepared:
     """Return the operation of a start that cannot use the last one's buffers."""
     core.member(plan.name)
     data = core.operand(x)
@@ -327,7 +329,7 @@ def _bind(core: GroupCore, plan: Plan, x: Array, out: Array | None) -> Prepared:
             f"{plan.name} was planned with an input of dtype {plan.dtype}, which has dtype "
             f"{data.dtype} now"
         )
-    return plan.bind(core, x, data, out)
+    return plan.bind(core, x, data, out, starts=starts)
 
 
 def _reads_in_place(plan: Plan, prepared: Prepared, x: Array) -> bool:

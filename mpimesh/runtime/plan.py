@@ -196,7 +196,15 @@ class Plan(PlanRecord):
             bound.tell(*self.tells, self.told)
         return bound
 
-    def bind(self, group: PlanningGroup, x: Array, data: Array, out: Array | None) -> Prepared:
+    def bind(
+        self,
+        group: PlanningGroup,
+        x: Array,
+        data: Array,
+        out: Array | None,
+        *,
+        starts: bool = True,
+    ) -> Prepared:
         """Return the collective of these arrays, with what makes the result of what comes.
 
         Args:
@@ -204,12 +212,13 @@ class Plan(PlanRecord):
             x: The caller's array.
             data: The same, as the group moves it.
             out: The caller's array for the result; may be `x`.
+            starts: Whether it is to be started now; if not, nothing is written.
 
         Raises:
             ShapeError: If `out` does not fit.
             DTypeError: If `out` is no array, or of another dtype.
         """
-        arguments, value, finish = self._buffers(group, x, data, out)
+        arguments, value, finish = self._buffers(group, x, data, out, starts)
         begin: Callable[[], Request | Steps]
         scope = None
         if self.on_device:
@@ -225,7 +234,7 @@ class Plan(PlanRecord):
         return Prepared(self, begin, value, finish, scope, arguments)
 
     def _buffers(
-        self, group: PlanningGroup, x: Array, data: Array, out: Array | None
+        self, group: PlanningGroup, x: Array, data: Array, out: Array | None, starts: bool
     ) -> tuple[tuple[Any, ...], Any, Callable[[], Any] | None]:
         """Return the arguments of the transport's method, what comes, and what finishes it."""
         library, wire = self.library, self.wire
@@ -259,7 +268,7 @@ class Plan(PlanRecord):
                 like=data,
             )
         if self.name == "broadcast":
-            if self.reads and target is not x:
+            if self.reads and starts and target is not x:
                 target[...] = data
             return (recv, *self.tail), target, finish
         send: Array | None = None

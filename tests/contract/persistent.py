@@ -264,6 +264,32 @@ def check_planning_is_local(comm):
         same(group.all_reduce(np.ones(2)).resolve(), np.full(2, float(group.size)))
 
 
+def check_neither_planning_nor_printing_writes(comm):
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        n, whole = group.size, np.arange(3.0 * group.size)
+        for name in (
+            *("all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "all_to_all"),
+            *("broadcast", "scatter"),
+        ):
+            plan = getattr(group, f"{name}_init")
+            size = {"reduce_scatter": 3, "scatter": 3, "all_gather": 3 * n * n, "gather": 3 * n * n}
+            memory = np.full(whole.size + size.get(name, whole.size) - 1, 7.0)
+            memory[: whole.size] = whole
+            x, out = memory[: whole.size], memory[whole.size - 1 :]
+            planned = plan(x, out=out)
+            print(planned)
+            same(x, whole, name)
+            assert (out[1:] == 7).all(), name
+            got = planned.start().resolve()
+            expected = plan(whole.copy()).start().resolve()
+            if got is not None:
+                same(got, expected, name)
+            before = memory.copy()
+            print(planned)
+            same(memory, before, name)
+
+
 # -- redistributions ------------------------------------------------------------------------------
 
 
