@@ -333,7 +333,11 @@ class CollectiveTensor(Handle[T_co]):
             self._release()
             return
         try:
-            self._value = self._finish()
+            value = self._finish()
+            # What a signal handler raises from here on must not have it made twice: a mean would
+            # be divided again.
+            self._finish = lambda: value
+            self._value = value
         except Exception as error:
             self._error = error  # a second resolve must not find a half-made result
             if isinstance(error, MismatchError):
