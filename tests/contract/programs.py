@@ -1,24 +1,33 @@
 """Random programs: a few operations, plain and planned, on overlapping groups, all at once.
 
 A program follows from its number alone, and so do all ranks' inputs: each rank works out by NumPy
-what it must get. To run many, or one that failed::
+what it must get. Meanwhile ranks come late, waits run into their limits or end by an exception of
+a signal handler and are taken up again, and budgets refuse operations. To run many programs, or one
+that failed, on processes, with `--nodes 2` as if each two ranks were a node, or on virtual ranks::
 
     mpiexec -n 3 python -m tests.contract.programs FIRST HOW_MANY
+    python -m tests.contract.programs FIRST HOW_MANY --virtual 3
 """
 
 from __future__ import annotations
 
+import argparse
 import random
+import signal
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from traceback import walk_stack
 from typing import Any
 
 import numpy as np
 
+import mpimesh as mm
+from mpimesh.errors import BudgetError, CollectiveTimeoutError, TransportError
 from tests.contract.cases import (
     ALL,
     COMPLEX,
@@ -33,17 +42,29 @@ from tests.contract.cases import (
 )
 from tests.contract.meshes import mesh_of
 from tests.contract.oracle import cut, joined, reduced
+from tests.contract.shared_memory import nodes_of
 
 __all__ = ["BORDERS", "every_planned", "opened", "program_of", "run", "unlike"]
 
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 MOVEMENTS = ("all_gather", "gather", "scatter", "all_to_all", "broadcast", "from whom", "shift")
-OTHERS = ("send and recv", "barrier")
-PLANNED = (*REDUCTIONS, "all_gather", "gather", "all_to_all", "broadcast", "send and recv")
+OTHERS = ("send and recv", "barrier", "refused")
+PLANNED = (
+    *REDUCTIONS,
+    "all_gather",
+    "gather",
+    "all_to_all",
+    "broadcast",
+    "send and recv",
+    "scatter",
+)
+BY_ALGORITHMS = ("all_reduce", "reduce", "broadcast", "from whom")
+ALGORITHMS = ("centralized", "tree(2)", "tree(3)", "ring")
 WITHOUT_AXIS = ("all_reduce", "reduce", "broadcast", "from whom", "shift", "send and recv")
 MEMORIES = ("ordinary", "shared", "mixed")
 BORDERS = (72, 8 << 10, 128 << 10, 256 << 10)
 """Bytes around which other ways begin."""
+_TURNS_OF_OUT = (None, "plain", "x", "fortran", "overlap")
 
 
 @dataclass(frozen=True)
@@ -59,7 +80,8 @@ class Step:
             sums depend on their order; ``special``: NaN, infinities, zeros of both signs.
         layout: Memory order of the input.
         memory: Where it lies: in ordinary memory, shared memory, or on every second rank in shared.
-        out: Memory order of the output, ``x`` for the input itself; None for a new one.
+        out: Memory order of the output, ``x`` for the input itself, ``overlap`` for memory that has
+            a part in common with it; None for a new one.
         out_memory: Where that lies.
         axis: The axis that is cut or joined.
         other_axis: The second axis of an all-to-all.
@@ -69,6 +91,9 @@ class Step:
         planned: Whether it is planned once; if not, each start is a call.
         again: Whether all calls have the same arrays.
         starts: How often it is started.
+        label: What the calls are called.
+        algorithm: By which it goes; None for the group's own choice.
+        turns: Whether the ranks differ where they may: in memory order, outputs, and who plans.
     """
 
     kind: str
@@ -88,15 +113,29 @@ class Step:
     planned: bool
     again: bool
     starts: int
+    label: str | None
+    algorithm: str | None
+    turns: bool
 
 
 @dataclass(frozen=True)
 class Program:
-    """Steps, and bursts of starts; inside a burst each rank has an order of its own over groups."""
+    """Steps, and bursts of starts; inside a burst each rank has an order of its own over groups.
+
+    Attributes:
+        number: Its number.
+        steps: The steps.
+        bursts: Of each burst the places of the steps that start, and for which time.
+        meeting: The group whose ranks meet after each burst, modulo how many there are; None for
+            none.
+        limited: Whether all is inside a budget, which is large enough.
+    """
 
     number: int
     steps: list[Step]
     bursts: list[list[tuple[int, int]]]
+    meeting: int | None = None
+    limited: bool = False
 
 
 def program_of(number: int, most_bytes: int = 1 << 62) -> Program:
@@ -112,7 +151,8 @@ def program_of(number: int, most_bytes: int = 1 << 62) -> Program:
             bursts.append([])
         bursts[-1].append((place, started[place]))
         started[place] += 1
-    return Program(number, steps, bursts)
+    meeting = rng.randrange(100) if rng.random() < 0.1 else None
+    return Program(number, steps, bursts, meeting, rng.random() < 0.2)
 
 
 def _step(rng: random.Random, most_bytes: int) -> Step:
@@ -125,6 +165,7 @@ def _step(rng: random.Random, most_bytes: int) -> Step:
     again = planned or rng.random() < 0.5
     memory = rng.choice(MEMORIES)
     shape = _shape(rng, kind, dtype, most_bytes)
+    by_algorithm = kind in BY_ALGORITHMS and rng.random() < 0.1
     return Step(
         kind=kind,
         group=rng.randrange(100),
@@ -133,7 +174,7 @@ def _step(rng: random.Random, most_bytes: int) -> Step:
         numbers=rng.choice(_numbers_of(dtype)),
         layout=rng.choice(WRITABLE if again or memory != "ordinary" else [*LAYOUTS]),
         memory=memory,
-        out=rng.choice([None, "x", "plain", rng.choice(WRITABLE)]),
+        out=rng.choice([None, "x", "plain", "overlap", rng.choice(WRITABLE)]),
         out_memory=rng.choice(MEMORIES),
         axis=rng.randrange(-len(shape), len(shape)) if shape else 0,
         other_axis=rng.randrange(-len(shape), len(shape)) if shape else 0,
@@ -143,6 +184,9 @@ def _step(rng: random.Random, most_bytes: int) -> Step:
         planned=planned,
         again=again,
         starts=rng.choice([1, 1, 2, 3]),
+        label=rng.choice([None, None, None, "weight"]),
+        algorithm=rng.choice(ALGORITHMS) if by_algorithm else None,
+        turns=rng.random() < 0.3,
     )
 
 
@@ -190,7 +234,7 @@ def every_planned(shapes: Callable[[Any], Sequence[tuple[int, ...]]], dtypes: An
                 step = replace(step, kind=kind, group=0, dtype=dtype, shape=shape, starts=2)
                 step = replace(step, planned=True, again=True, axis=0, other_axis=0, sizes=None)
                 op = _ops_of(dtype)[turn % 2] if kind in REDUCTIONS else ""
-                step = replace(step, layout=WRITABLE[turn % 2], op=op)
+                step = replace(step, layout=WRITABLE[turn % 2], op=op, algorithm=None)
                 steps.append(replace(step, numbers=_numbers_of(dtype)[-1 - turn % 2 :][0]))
     starts = [[(step, start) for step in range(len(steps))] for start in (0, 1)]
     return Program(0, steps, starts)
@@ -240,14 +284,15 @@ def _form(step: Step, group: Any) -> Form:
     me, n, kind, axis = group.rank, group.size, step.kind, step.axis
     root, alike = step.root % n, [step.shape] * n
     sizes = [step.sizes[rank % len(step.sizes)] for rank in range(n)] if step.sizes else None
-    if kind == "barrier":
+    if kind in OTHERS[1:]:
         return Form([()] * n, lambda inputs: None, gives=False, gets=False)
+    chosen = {} if step.algorithm is None or n == 1 else {"algorithm": step.algorithm}
     if kind in ("all_reduce", "reduce"):
-        options = {"op": step.op} | ({"root": root} if kind == "reduce" else {})
+        options = {"op": step.op, **chosen} | ({"root": root} if kind == "reduce" else {})
         gets = kind == "all_reduce" or me == root
         return Form(alike, lambda xs: reduced(xs, step.op) if gets else None, options, gets=gets)
     if kind in ("broadcast", "from whom"):
-        options = {"root": root if kind == "broadcast" else None}
+        options = {"root": root if kind == "broadcast" else None, **chosen}
         gives = kind == "broadcast" or me == root
         return Form(alike, lambda xs: np.array(xs[root]), options, gives=gives)
     if kind == "shift":
@@ -296,11 +341,12 @@ def _all_to_all(step: Step, group: Any, rows: list[int]) -> Form:
             shape[step.other_axis] = (rank + step.root) % 4
         shapes.append(tuple(shape))
         columns.append(shape[step.other_axis])
+    equal = step.sizes is None and step.root % 2 == 0
     options = {
         "split_axis": step.axis,
         "concat_axis": step.other_axis,
         "sizes": None if step.sizes is None else rows,
-        "recv_sizes": [rows[me]] * n if along_one else columns,
+        "recv_sizes": None if equal else [rows[me]] * n if along_one else columns,
     }
     return Form(
         shapes,
@@ -376,7 +422,8 @@ def opened(comm: Any) -> Iterator[tuple[Any, list[Any]]]:
         mesh.add_group("first and last", sorted({ranks[-1], 0}, reverse=True))
         mesh.add_group("but the last", ranks[:-1] or ranks)
         mesh.add_group("but the first", ranks[1:] or ranks)
-        yield mesh, [mesh.get_group(name) for name in mesh.group_names]
+        groups = [mesh.get_group(name) for name in mesh.group_names]
+        yield mesh, [*groups, mesh.group().alone()]
 
 
 class _Task:
@@ -388,6 +435,14 @@ class _Task:
         in_a_node = settings.node_shared == "always" and not side.nodes
         self.shared = in_a_node or side.kind == "virtual"
         self.form = _form(step, group)
+        self.layout, self.out_as, self.planned = step.layout, step.out, step.planned
+        if step.turns:
+            place = group.rank + self.seed
+            if step.layout in WRITABLE:
+                self.layout = WRITABLE[place % len(WRITABLE)]
+            self.out_as = _TURNS_OF_OUT[place % len(_TURNS_OF_OUT)]
+            # A planned scatter tells nothing, so all plan it.
+            self.planned = step.planned and (step.kind == "scatter" or place % 2 == 0)
         self.handles: list[Any] = []
         self.x: Any = None
         self.out: Any = None
@@ -397,49 +452,62 @@ class _Task:
         self.kept: list[tuple[Any, Any]] = []
         self.digests: dict[int, int] = {}
         self.number = 0
+        self.is_made = False
 
     @property
-    def in_place(self) -> bool:
-        return self.out is not None and self.out is self.x
+    def overlaps(self) -> bool:
+        return self.out is not None and self.x is not None and np.may_share_memory(self.out, self.x)
+
+    @property
+    def in_one(self) -> bool:
+        """Whether it goes by one request, not by steps, which end with what a handler raises."""
+        kind, options = self.step.kind, self.form.options
+        by_steps = kind in ("from whom", "shift") or (kind == "scatter" and not self.planned)
+        asks = kind == "all_to_all" and options["recv_sizes"] is not None
+        is_checked = self.mesh._core.context.settings.checks
+        return self.shared and not (is_checked or by_steps or asks or self.step.algorithm)
 
     def start(self, number: int) -> None:
         step, form, group = self.step, self.form, self.group
         # A list has no dtype. Those that can be written are filled with the values as they are.
-        is_plain = step.layout == "list" or step.layout in WRITABLE
-        make = LAYOUTS["plain" if is_plain else step.layout]
+        is_plain = self.layout == "list" or self.layout in WRITABLE
+        make = LAYOUTS["plain" if is_plain else self.layout]
         self.number = number
         self.inputs = [
             make(_input(step, rank, shape, self.seed + number))
             for rank, shape in zip(group.ranks, form.shapes, strict=True)
         ]
         self.expected = form.result([np.array(x) for x in self.inputs])
-        if self.x is None or not step.again:
+        if not (self.is_made and step.again):
             self._allocate()
         if self.out is not None:
             self.out[...] = np.zeros((), step.dtype)
-        if form.gives and step.layout in WRITABLE:
+        if form.gives and self.layout in WRITABLE:
             self.x[...] = self.inputs[group.rank]
         self.handles = self._begin()
 
     def _allocate(self) -> None:
         step, form, group = self.step, self.form, self.group
-        mine = self.inputs[group.rank]
-        if step.layout in WRITABLE:
-            self.x = self._placed(step.layout, mine.shape, step.memory) if form.gives else None
+        mine, self.is_made = self.inputs[group.rank], True
+        if self.layout in WRITABLE:
+            self.x = self._placed(self.layout, mine.shape, step.memory) if form.gives else None
         else:
             self.x = mine if form.gives else None
         self.out = None
-        if step.out is None or not form.gets or self.expected is None:
+        if self.out_as is None or not form.gets or self.expected is None:
             return
-        if step.out != "x":
-            self.out = self._placed(step.out, self.expected.shape, step.out_memory)
-        elif (
-            form.gives
-            and step.layout in WRITABLE
-            and self.x.shape == self.expected.shape
-            and step.kind != "send and recv"
-        ):
-            self.out = self.x
+        if self.out_as not in ("x", "overlap"):
+            self.out = self._placed(self.out_as, self.expected.shape, step.out_memory)
+        elif not form.gives or self.layout not in WRITABLE or step.kind == "send and recv":
+            return
+        elif self.out_as == "x":
+            self.out = self.x if self.x.shape == self.expected.shape else None
+        else:
+            sizes = self.x.size, self.expected.size
+            begin = self.seed % (1 + min(sizes))
+            room = self._placed("plain", (max(sizes[0], begin + sizes[1]),), step.memory)
+            self.x = room[: sizes[0]].reshape(self.x.shape)
+            self.out = room[begin : begin + sizes[1]].reshape(self.expected.shape)
 
     def _placed(self, layout: str, shape: tuple[int, ...], memory: str) -> Any:
         """Return an array of this memory order, in memory that is shared or not."""
@@ -460,27 +528,49 @@ class _Task:
 
     def _begin(self) -> list[Any]:
         step, group, options = self.step, self.group, self.form.options
+        if step.kind == "refused":
+            self._be_refused()
+            return []
         if step.kind == "barrier":
-            return [group.start_barrier()]
+            return [group.start_barrier(label=step.label)]
         if step.kind == "send and recv":
             return self._begin_messages(options["dest"], options["source"])
         if step.kind == "shift":
-            return [group.shift(self.x, **options)]
+            return [group.shift(self.x, label=step.label, **options)]
         name = "broadcast" if step.kind == "from whom" else step.kind
-        if not step.planned:
-            return [getattr(group, name)(self.x, out=self.out, **options)]
+        options = {"out": self.out, "label": step.label, **options}
+        x = self.x
+        if step.kind == "scatter" and x is None and step.turns:
+            x = np.empty(self.form.shapes[group.rank], step.dtype)  # ignored
+        if not self.planned:
+            return [getattr(group, name)(x, **options)]
+        if step.kind == "scatter" and x is None and self.out is None:
+            x = np.empty(self.form.shapes[group.rank], step.dtype)
         if not self.plans:
-            self.plans = [getattr(group, f"{name}_init")(self.x, out=self.out, **options)]
+            self.plans = [getattr(group, f"{name}_init")(x, **options)]
         return [self.plans[0].start()]
 
+    def _be_refused(self) -> None:
+        """Start what exceeds a budget on all ranks, so that none of them takes part."""
+        with self.mesh.budget(bytes=7):
+            try:
+                self.group.all_reduce(np.ones(1)).resolve()
+            except BudgetError:
+                return
+        assert self.group.size == 1, f"{self.step} was not refused"
+
     def _begin_messages(self, dest: int, source: int) -> list[Any]:
-        group, tag = self.group, self.seed % 1000
+        step, group, tag = self.step, self.group, self.seed % 1000
         if group.size == 1:
             return []
-        if not self.step.planned:
-            return [group.send(self.x, dest, tag=tag), group.recv(source, out=self.out, tag=tag)]
+        if not self.planned:
+            kind = {"shape": step.shape, "dtype": step.dtype} if step.again else {}
+            return [
+                group.send(self.x, dest, tag=tag, label=step.label),
+                group.recv(source, out=self.out, tag=tag, label=step.label, **kind),
+            ]
         if self.out is None:
-            self.out = np.empty(self.expected.shape, self.step.dtype)
+            self.out = np.empty(self.expected.shape, step.dtype)
         if not self.plans:
             self.plans = [
                 group.send_init(self.x, dest, tag=tag),
@@ -488,33 +578,47 @@ class _Task:
             ]
         return [plan.start() for plan in self.plans]
 
-    def finish(self, rng: random.Random) -> None:
-        """Resolve, compare, and spoil the arrays, which nobody may look at any more."""
+    def finish(self, rng: random.Random, *, interrupts: bool) -> None:
+        """Resolve, compare, and spoil the arrays, which nobody may look at any more.
+
+        Args:
+            rng: Of this rank.
+            interrupts: Whether a signal handler may end a wait.
+        """
         handles, self.handles = self.handles, []
         if not handles:
             return
         step, me = self.step, self.group.rank
         rng.shuffle(handles)
         results = []
+        lost = False
         for handle in handles:
             if rng.random() < 0.2:
                 handle.done()
+            elif rng.random() < 0.1:
+                with suppress(CollectiveTimeoutError):
+                    handle.resolve(timeout_s=rng.random() * 1e-3)
+            elif interrupts and rng.random() < 0.3 and _interrupted(handle, rng.random() * 1e-3):
+                lost = True
+                continue
             results.append(handle.resolve())
             assert handle.resolve() is results[-1], f"{step}: a second resolve() gave another"
+        if lost:
+            return
         got = next((one for one in results if one is not None), None)
         _compare(step, got, self.inputs, self.expected)
         if self.out is not None:
             assert got is self.out, f"{step}: out= was not returned"
-        elif got is not None and not step.planned:
+        elif got is not None and not self.planned:
             self.kept.append((got, got.copy()))
         if step.kind == "all_reduce":
             # MPI's own sums promise less.
             nan_bits = self.shared or step.op in ("min", "max") or step.numbers != "special"
             self.digests[self.number] = _digest(got, nan_bits=nan_bits)
         if self.form.gives and step.kind != "barrier":
-            if not self.in_place:
+            if not self.overlaps:
                 same(np.array(self.x), np.array(self.inputs[me]), f"the input of {step}")
-            if step.layout in WRITABLE:
+            if self.layout in WRITABLE:
                 self.x[...] = values(0, (), step.dtype, 1)
         if self.out is not None:
             self.out[...] = values(0, (), step.dtype, 1)
@@ -522,6 +626,40 @@ class _Task:
     def over(self) -> None:
         for got, copy in self.kept:
             same(got, copy, f"a result that was resolved before, of {self.step}")
+
+
+class _Interrupt(BaseException):
+    """What the signal handler raises."""
+
+
+def _interrupted(handle: Any, after_s: float) -> bool:
+    """Let a handler raise in a wait; tell whether that came while the result was made."""
+    if threading.current_thread() is not threading.main_thread():
+        return False  # where no handler runs
+
+    def handler(_: int, frame: Any) -> None:
+        names = {one.f_code.co_name for one, _ in walk_stack(frame)}
+        if not names & {"__del__", "_remove"}:  # where Python but prints it
+            raise _Interrupt
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, max(1e-6, after_s))
+        try:
+            handle.resolve()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except _Interrupt:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    try:
+        handle.resolve()
+    except TransportError as error:
+        if "is lost" not in str(error):
+            raise
+        return True
+    return False
 
 
 def run(mesh: Any, groups: list[Any], program: Program) -> tuple[list[str], dict[Any, int]]:
@@ -537,21 +675,25 @@ def run(mesh: Any, groups: list[Any], program: Program) -> tuple[list[str], dict
         if group.rank is not None:
             tasks[place] = _Task(mesh, group, step, 1000 * program.number + 10 * place)
     problems: list[str] = []
+    interrupts = all(task.in_one for task in tasks.values())
 
     def finish(task: _Task) -> None:
         try:
-            task.finish(rng)
+            task.finish(rng, interrupts=interrupts)
         except AssertionError as error:
             problems.append(f"program {program.number}, rank {mesh.rank}: {error}")
 
-    for burst in program.bursts:
-        if rng.random() < 0.1:
-            time.sleep(0.0005)
-        for place, number in _own_order(rng, tasks, burst):
-            finish(tasks[place])
-            tasks[place].start(number)
-        for task in rng.sample([*tasks.values()], rng.randint(0, len(tasks))):
-            finish(task)
+    with mesh.budget(bytes=1 << 40) if program.limited else nullcontext():
+        for burst in program.bursts:
+            if rng.random() < 0.1:
+                time.sleep(0.01 if rng.random() < 0.05 else 0.0005)
+            for place, number in _own_order(rng, tasks, burst):
+                finish(tasks[place])
+                tasks[place].start(number)
+            for task in rng.sample([*tasks.values()], rng.randint(0, len(tasks))):
+                finish(task)
+            if program.meeting is not None:
+                problems += _meet(groups[program.meeting % len(groups)], program.number)
     for task in rng.sample([*tasks.values()], len(tasks)):
         finish(task)
         try:
@@ -564,6 +706,20 @@ def run(mesh: Any, groups: list[Any], program: Program) -> tuple[list[str], dict
         for number, digest in task.digests.items()
     }
     return problems, digests
+
+
+def _meet(group: Any, number: int) -> list[str]:
+    """Wait for the ranks of a group, and read what one of each node writes."""
+    if group.rank is None:
+        return []
+    if number % 2:
+        group.barrier(timeout_s=60)
+        return []
+    table, writes = group.empty_once(number % 7, "f4")
+    if writes:
+        table[...] = number
+    group.barrier()
+    return [] if np.all(table == number) else [f"program {number}: a table has {table}"]
 
 
 def _own_order(
@@ -592,21 +748,46 @@ def unlike(digests: Sequence[dict[Any, int]]) -> list[str]:
     ]
 
 
-def main(first: int, count: int) -> None:
+def main(first: int, count: int, nodes: int) -> bool:
     """Run programs under mpiexec; rank 0 prints what was wrong, and each thousandth number."""
     from mpi4py import MPI  # late: virtual ranks need none
 
     comm, failed = MPI.COMM_WORLD, 0
-    with opened(comm) as (mesh, groups):
+    with nodes_of(nodes), opened(comm) as (mesh, groups):
         for number in range(first, first + count):
             found = comm.allgather(run(mesh, groups, program_of(number)))
-            problems = [text for texts, _ in found for text in texts]
-            problems += unlike([digests for _, digests in found])
-            failed += bool(problems)
-            if comm.rank == 0 and (problems or number % 1000 == 999):
-                print(problems[0] if problems else number, flush=True)
-    sys.exit(failed > 0)
+            failed += _shown(number, found, comm.rank == 0)
+    return failed > 0
+
+
+def on_virtual_ranks(first: int, count: int, size: int) -> bool:
+    """Run programs on virtual ranks."""
+
+    def run_all() -> list[Any]:
+        with opened(None) as (mesh, groups):
+            return [run(mesh, groups, program_of(number)) for number in range(first, first + count)]
+
+    of_programs = zip(*mm.run_virtual(size, run_all), strict=True)
+    failed = [_shown(first + place, found, True) for place, found in enumerate(of_programs)]
+    return any(failed)
+
+
+def _shown(number: int, found: Sequence[Any], shows: bool) -> bool:
+    """Tell whether a program went wrong, and print it."""
+    problems = [text for texts, _ in found for text in texts]
+    problems += unlike([digests for _, digests in found])
+    if shows and (problems or number % 1000 == 999):
+        print(problems[0] if problems else number, flush=True)
+    return bool(problems)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("first", type=int)
+    parser.add_argument("count", type=int)
+    parser.add_argument("--nodes", type=int, default=0, help="ranks of a node; 0 for the real ones")
+    parser.add_argument("--virtual", type=int, default=0, help="on so many virtual ranks")
+    asked = parser.parse_args()
+    if asked.virtual:
+        sys.exit(on_virtual_ranks(asked.first, asked.count, asked.virtual))
+    sys.exit(main(asked.first, asked.count, asked.nodes))
