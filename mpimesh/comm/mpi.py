@@ -138,6 +138,8 @@ class MPICommunicator(Communicator):
         """Reduce `send`; rank r gets block r."""
         if send.size <= self._limit:
             function = _function(op, send)
+            if not recv.size:  # where MPICH refuses the address of `send`, too
+                recv = np.empty(0, recv.dtype)
             return self._start(
                 "reduce_scatter", self._comm.Ireduce_scatter, send, recv, counts, function
             )

@@ -233,7 +233,7 @@ def check_reductions_into_memory_of_the_input(comm):
             inputs = [values(r, (size,), "f8") for r in group.ranks]
             total = reduced(inputs, "sum")
             sizes = equal_sizes(size, group.size)
-            memory = [np.concatenate([inputs[group.rank], np.zeros(2)]) for _ in range(5)]
+            memory = [np.concatenate([inputs[group.rank], np.zeros(2)]) for _ in range(6)]
             out = memory[0][2:]
             flight.add(group.all_reduce(memory[0][:-2], out=out), total, "shifted", into=out)
             out = memory[1][:-2][...]
@@ -243,6 +243,11 @@ def check_reductions_into_memory_of_the_input(comm):
             flight.add(group.reduce_scatter(memory[2][:-2], out=out), mine, "block", into=out)
             out = memory[3][:4]
             flight.add(group.reduce_scatter(memory[3][:-2], out=out), mine, "front", into=out)
+            whole = [size] + [0] * (group.size - 1)
+            out = memory[5][: whole[group.rank]]  # of no elements, but at the same address
+            mine = cut(total, 0, whole)[group.rank]
+            handle = group.reduce_scatter(memory[5][:-2], sizes=whole, out=out)
+            flight.add(handle, mine, "uneven", into=out)
             out = memory[4][1:-1]
             handle = group.reduce(memory[4][:-2], out=out)
             if group.rank == 0:
