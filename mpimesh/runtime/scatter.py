@@ -30,6 +30,7 @@ from mpimesh.runtime.operands import (
 )
 from mpimesh.runtime.plan import Plan, PlanningGroup, plan_scatter as plan_known_scatter
 from mpimesh.runtime.scatter_head import head, read, refusal
+from mpimesh.runtime.traffic import Arrival
 from mpimesh.runtime.work import CollectiveTensor
 
 if TYPE_CHECKING:
@@ -75,7 +76,9 @@ def scatter(
         raise ShapeError(f"scatter needs an array on its root, rank {root} passed None")
     data = None if x is None or rank != root else group.operand(x)
     call = Call("scatter", group.name, _rule(root, axis, sizes), label=label)
-    steps = partial(_steps, group, call, data, x, root, (axis, sizes), out)
+    arrival = group.arrival()  # now: for the budgets of this place
+    arrival.call = call
+    steps = partial(_steps, group, arrival, data, x, root, (axis, sizes), out)
     lock = None if data is None or x is out else x
     if window is None or group.checked:
         plan = PlanRecord(0 if data is None else data.nbytes)
@@ -85,7 +88,7 @@ def scatter(
     if rank != root:
         bound, scope = window.await_scatter(root), group.scope_if_any()
         prepared = Prepared(PlanRecord(), bound, None, None, scope)
-        prepared.after = partial(_received, group, call, window, root, sizes, out, steps)
+        prepared.after = partial(_received, group, arrival, window, root, sizes, out, steps)
         return group.submit(call, prepared)
     if is_cupy(data) and window.all_ready:
         return _tell(group, call, window, root, _BY_STEPS, lambda _: steps())
@@ -164,7 +167,7 @@ def _tell(
 
 def _received(
     group: GroupCore,
-    call: Call,
+    arrival: Arrival,
     window: Window,
     root: int,
     sizes: tuple[int, ...] | None,
@@ -186,8 +189,6 @@ def _received(
         raise
     blocks = Blocks.of_whole(array.shape, array.axis, group.size, sizes)
     counts = [count * array.dtype.itemsize for count in blocks.counts]
-    arrival = group.arrival()
-    arrival.call = call
 
     def move(recv: Array, _: Array) -> Steps:
         like = window.scatter(None, recv, counts, root)
@@ -201,7 +202,7 @@ def _received(
 
 def _steps(
     group: GroupCore,
-    call: Call,
+    arrival: Arrival,
     data: Array | None,
     x: Array | None,
     root: int,
@@ -210,8 +211,6 @@ def _steps(
 ) -> Steps:
     """Scatter by steps: the root's head in a broadcast, then the blocks."""
     row = row_of(data, of_cupy=is_cupy(x), takes_device=False)
-    arrival = group.arrival()
-    arrival.call = call
     yield group.communicator.broadcast(row, root)
     array = array_of(row, root)
     takers = np.array([int(group.moves_device_memory)])

@@ -181,6 +181,32 @@ def test_operations_belong_to_the_section_in_which_they_start():
     on_ranks(2, body)
 
 
+@pytest.mark.parametrize("checks", ["0", "1"])
+@pytest.mark.parametrize("name", ENDS)
+def test_what_only_the_sender_knows_belongs_to_where_it_starts(name, checks, monkeypatch):
+    monkeypatch.setenv("MPIMESH_CHECKS", checks)
+
+    def body(mesh):
+        group = mesh.group()
+        if group.rank == 0:  # who has the array comes late
+            for _ in range(2):
+                group.recv(1).resolve()
+                ENDS[name](group).resolve()
+            return
+        before = ENDS[name](group)
+        with mesh.budget(bytes=8) as budget:
+            group.send(np.ones(1), 0).resolve()
+            before.resolve()
+        assert budget.used_bytes == 0
+        with mesh.budget() as budget:
+            within = ENDS[name](group)
+        group.send(np.ones(1), 0).resolve()
+        within.resolve()
+        assert budget.used_bytes == 32
+
+    on_ranks(2, body)
+
+
 def test_nothing_is_never_too_much():
     def body(mesh):
         group = mesh.group()
