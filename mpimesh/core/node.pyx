@@ -567,8 +567,8 @@ cdef class Operation:
         """
         cdef char *text = self.c.text
         if not self.c.misfit:
-            if not node_digest_at(&self.window.c, self.c.root, self.c.number):
-                return None
+            if node_digest_at(&self.window.c, self.c.root, self.c.number) != self.c.digest:
+                return None  # or it has started something else, which tells nothing
             text = self.window.c.lane[self.c.root].tells[self.c.number % NODE_ENTRIES]
         return None if text == NULL else <bytes>text
 
