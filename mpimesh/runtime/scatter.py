@@ -74,8 +74,15 @@ def scatter(
             problem = error
     if rank == root and x is None:
         raise ShapeError(f"scatter needs an array on its root, rank {root} passed None")
-    data = None if x is None or rank != root else group.operand(x)
     call = Call("scatter", group.name, _rule(root, axis, sizes), label=label)
+    data: Array | None = None
+    if x is not None and rank == root:
+        try:
+            data = group.operand(x)
+        except _OF_ARRAYS as error:
+            if window is None or group.checked:
+                raise
+            return _refuse(group, call, window, root, error)
     arrival = group.arrival()  # now: for the budgets of this place
     arrival.call = call
     steps = partial(_steps, group, arrival, data, x, root, (axis, sizes), out)
@@ -107,8 +114,7 @@ def scatter(
             return handle.map(_raising(problem))
         except _OF_ARRAYS as error:
             problem = error
-    told = refusal(problem)
-    return _tell(group, call, window, root, told, lambda _: read(told, root))
+    return _refuse(group, call, window, root, problem)
 
 
 def _rule(root: int, axis: int, sizes: tuple[int, ...] | None) -> str:
@@ -163,6 +169,14 @@ def _tell(
 
     prepared.after = steps
     return group.submit(call, prepared)
+
+
+def _refuse(
+    group: GroupCore, call: Call, window: Window, root: int, problem: MpimeshError
+) -> CollectiveTensor:
+    """Start a scatter of nothing on the root, which all ranks refuse for what is wrong there."""
+    told = refusal(problem)
+    return _tell(group, call, window, root, told, lambda _: read(told, root))
 
 
 def _received(
