@@ -194,28 +194,32 @@ def run(
 ) -> Outcome:
     """Run `case` in the empty `folder` with the MPI of this interpreter."""
     env = {**(env or {}), "OMP_NUM_THREADS": "1"}
-    if _is_for_the_watchdog(case):
-        env["MPIMESH_TIMEOUT_S"] = str(TIMEOUT_S)
     program = case.program()
-    for attempt in range(2):
-        own = folder / str(attempt)
+    # On a busy machine the limit of a wait may end a job whose ranks have yet to start.
+    for limit_s in (TIMEOUT_S, 4 * TIMEOUT_S):
+        if _is_for_the_watchdog(case):
+            env["MPIMESH_TIMEOUT_S"] = str(limit_s)
+        own = folder / str(limit_s)
         own.mkdir()
         start_s = time.time()
         result = launch(_RANKS, program, folder=own, env=env, timeout_s=_LIMIT_S, launcher=srun)
-        # On a busy machine the limit of a wait may end a job whose ranks have yet to start.
         failed = own / "failed"
         if failed.exists():
             break
     seconds = start_s + result.seconds - float(failed.read_text()) if failed.exists() else None
-    return Outcome(result.returncode, seconds, tuple(_problems(case, result, seconds)), str(result))
+    return Outcome(
+        result.returncode, seconds, tuple(_problems(case, result, seconds, limit_s)), str(result)
+    )
 
 
-def _problems(case: Case, result: LaunchResult, seconds: float | None) -> Iterator[str]:
+def _problems(
+    case: Case, result: LaunchResult, seconds: float | None, limit_s: float
+) -> Iterator[str]:
     """Yield why `result` is not right."""
     if seconds is None:
         yield "it did not come to the fault"
         return
-    promised_s = PROMISED_S + (TIMEOUT_S if _is_for_the_watchdog(case) else 0)
+    promised_s = PROMISED_S + (limit_s if _is_for_the_watchdog(case) else 0)
     if result.timed_out or seconds > promised_s:
         yield f"ended after {seconds:.1f} s"
     if result.strays:
