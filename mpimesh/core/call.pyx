@@ -609,13 +609,16 @@ cdef class Starter:
         cdef Prepared prepared = self._barrier
         if self.ledger is None or self.open_work.closed:
             self.refuse("start_barrier")
-        if prepared is None:
-            prepared = self._barrier = self.plan_barrier()
-        if label is None and type(prepared.begin) is Bound and self.ready():
-            return self.launch(
-                prepared.plan, (<Bound>prepared.begin).operation(), self.new_call(prepared.plan, None), None
-            )
-        return self.submit(self.new_call(prepared.plan, label), prepared)
+        try:
+            if prepared is None:
+                prepared = self._barrier = self.plan_barrier()
+            if label is None and type(prepared.begin) is Bound and self.ready():
+                return self.launch(
+                    prepared.plan, (<Bound>prepared.begin).operation(), self.new_call(prepared.plan, None), None
+                )
+            return self.submit(self.new_call(prepared.plan, label), prepared)
+        except Exception as error:
+            self.fail("barrier", error)
 
     def submit(self, CallRecord call not None, Prepared prepared not None, lock=None):
         """Start one collective of the group in its turn, and give its handle out.

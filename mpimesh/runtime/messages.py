@@ -284,10 +284,21 @@ def shift(
 ) -> CollectiveTensor:
     """Start to send `x` along the group; see :meth:`ProcessGroup.shift`."""
     courier = group.courier
-    if courier is not None and label is None:
-        handle: CollectiveTensor | None = courier.shift(x, offset, wrap)
-        if handle is not None:
-            return handle
+    try:
+        if courier is not None and label is None:
+            handle: CollectiveTensor | None = courier.shift(x, offset, wrap)
+            if handle is not None:
+                return handle
+        return _shift(group, x, offset, wrap=wrap, label=label)
+    except Exception as error:
+        group.fail("shift", error)
+
+
+def _shift(
+    group: GroupCore, x: Array, offset: int, *, wrap: bool, label: str | None
+) -> CollectiveTensor:
+    """Start to send what no earlier shift was like."""
+    courier = group.courier
     rank = group.member("shift")
     data = group.operand(x)
     offset = as_int(offset, "offset", RankError)

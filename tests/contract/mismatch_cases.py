@@ -291,6 +291,18 @@ WRONG = [
         rest=[lambda g: g.scatter(None, root=g.size - 1)],
         local=True,
     ),
+    Program(
+        "an argument that is wrong by itself: objects to shift",
+        odd=[lambda g: g.shift(np.array([None]))],
+        rest=[lambda g: g.shift(_x(4))],
+        local=True,
+    ),
+    Program(
+        "an argument that is wrong by itself: the label of a barrier",
+        odd=[lambda g: g.start_barrier(label=3)],
+        rest=[lambda g: g.start_barrier()],
+        local=True,
+    ),
 ]
 
 RIGHT = [

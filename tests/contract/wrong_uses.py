@@ -300,7 +300,7 @@ def wrong(case: Case, outcomes: Sequence[Outcome], *, checks: bool) -> str | Non
     if _is_right(case, odd, checks):
         good = all(names == {"right"} for names in known)
         return None if good else f"is right, and gives {firsts}, {seconds}"
-    if _is_for_one(case, odd):
+    if _is_for_one(case, checks):
         error = "DTypeError" if what == "objects" else "ShapeError"
         alike = [error if rank in odd or what == "objects" else "right" for rank in range(size)]
         good = firsts == alike and set(seconds) == {"right"}
@@ -332,11 +332,11 @@ def _is_right(case: Case, odd: set[int], checks: bool) -> bool:
     return what in HARMLESS
 
 
-def _is_for_one(case: Case, odd: set[int]) -> bool:
+def _is_for_one(case: Case, checks: bool) -> bool:
     """Tell whether the ranks take part and then raise, some or all of them."""
-    return (
-        case.rest.kind == "scatter" and not case.rest.planned and case.what in ("misfit", "objects")
-    )
+    if case.rest.kind != "scatter" or case.rest.planned:
+        return False
+    return case.what == "misfit" or (case.what == "objects" and not checks)
 
 
 def is_skipped(case: Case, *, checks: bool) -> bool:
