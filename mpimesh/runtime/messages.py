@@ -317,7 +317,7 @@ def _shift(
     if courier is not None and route.is_near and scope is None and namespace(x) is np:
         if route.source >= 0:  # what comes is in all likelihood like `x`
             route.foresee(route.head, data.shape, data.dtype)
-        handle = courier.start(route, call, flat, None)
+        handle: CollectiveTensor | None = courier.start(route, call, flat, None)
         if handle is not None:
             if _is_plain(x) and label is None:
                 route.keep(x, (offset, wrap))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import socket
 import subprocess
 import sys
 import threading
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -262,7 +262,7 @@ def test_memory_that_was_opened_is_the_same(node, arena):
 def test_nodes_are_told_apart(monkeypatch):
     keys = set()
     for host in ("a", "a", "b", "c"):
-        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        monkeypatch.setattr(os, "uname", lambda host=host: SimpleNamespace(nodename=host))
         keys.add(Node().address[0])
     assert len(keys) == 3
     assert all(0 <= key < 1 << 63 for key in keys)
