@@ -459,9 +459,27 @@ cdef bint _same(tuple options, tuple others) except -1:
         one, other = options[i], others[i]
         if one is other:
             continue
-        if type(one) is not type(other) or type(one) is not int and type(one) is not str or one != other:
+        if type(one) is not type(other) or not _is_value(one) or one != other or not _is_value(other):
             return False
     return True
+
+
+cdef bint _is_value(option) except -1:
+    """Tell whether an argument is a number, a name, a row of numbers, or None, which say all that they are."""
+    if type(option) is tuple:
+        for number in <tuple>option:
+            if type(number) is not int:
+                return False
+        return True
+    return option is None or type(option) is int or isinstance(option, str)
+
+
+cdef tuple _lasting(tuple options):
+    """Return the arguments of a call as they are now: lists may change."""
+    for option in options:
+        if type(option) is list:
+            return tuple([tuple(<list>one) if type(one) is list else one for one in options])
+    return options
 
 
 cdef class Prepared:
@@ -563,13 +581,14 @@ cdef class Starter:
             x: The caller's array.
             out: The caller's array for the result.
             label: The caller's name for the call.
-            options: Its arguments. The plan is kept if they are numbers of type int, names or None.
+            options: Its arguments. The plan is kept if they are numbers of type int, rows of these, names or None.
         """
         cdef PlanRecord plan
         cdef Handle handle
+        cdef tuple lasting = _lasting(options)
         try:
             data = x if type(x) is cnp.ndarray else self.operand(x)
-            plan = self.find(make, data, options)
+            plan = self.find(make, data, lasting)
             if plan is not None and plan.bound is not None and label is None and x is data:
                 handle = self.start(plan, <cnp.ndarray>x, out)
                 if handle is not None:
@@ -578,7 +597,7 @@ cdef class Starter:
                 self.refuse(plan.name if plan is not None else make.__name__[5:])
             if plan is None:
                 plan = self.plan(make, data, *options)
-                self.keep(plan, make, data, options)
+                self.keep(plan, make, data, lasting)
             prepared = plan.bind(self, x, data, out)
             return self.submit(self.new_call(plan, label), prepared, x)
         except Exception as error:
@@ -597,7 +616,7 @@ cdef class Starter:
         if type(mine) is not cnp.ndarray or label is not None or (mine is not x and "cupy" in sys.modules):
             return None
         try:
-            plan = self.find(make, mine, options)
+            plan = self.find(make, mine, _lasting(options))
             if plan is None or plan.bound is None:
                 return None
             return self.start(plan, <cnp.ndarray>mine, out)
@@ -717,7 +736,7 @@ cdef class Starter:
     cdef key(self, make, x, tuple options):
         """Return what calls alike have in common; None if that is no value."""
         for option in options:
-            if not (option is None or type(option) is int or isinstance(option, str)):
+            if not _is_value(option):
                 return None
         # NumPy may have two equal types, long and long long: the result has the type of the input.
         return make, options, type(x), x.dtype, x.dtype.num, x.shape

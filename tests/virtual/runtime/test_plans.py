@@ -186,6 +186,34 @@ def test_sizes_that_all_ranks_have_worked_out_are_not_compared():
     mm.run_virtual(2, main)
 
 
+def test_sizes_in_a_list_are_planned_once_until_the_list_changes(monkeypatch):
+    planned: list[Any] = []
+    as_before = plan.plan_all_gather
+
+    def counted(*arguments):
+        planned.append(arguments[-1])
+        return as_before(*arguments)
+
+    monkeypatch.setattr(plan, "plan_all_gather", counted)
+
+    def main():
+        with mm.DeviceMesh("dp=2") as mesh:
+            group, sizes = mesh.group("dp"), [1, 3]
+            for _ in range(4):
+                for _ in range(3):
+                    x = np.full(sizes[group.rank], 10.0 * group.rank)
+                    joined = group.all_gather(x, sizes=sizes).resolve()
+                    assert joined.tolist() == [0.0] * sizes[0] + [10.0] * sizes[1]
+                    assert group.scatter(joined, sizes=sizes).resolve().tolist() == x.tolist()
+                sizes[:] = sizes[::-1]
+            with raises(ShapeError, match="sizes must hold one size"):
+                group.all_gather(np.ones(1), sizes=[1, 2, 3])
+            group.barrier()
+
+    mm.run_virtual(2, main)
+    assert len(planned) == 2 * 2 + 2  # on two ranks: two ways to cut, and one that is refused
+
+
 def test_what_is_kept_of_shifts_is_forgotten():
     """A list that grew by each new shape was looked through at each shift."""
 
