@@ -230,7 +230,7 @@ class MPICommunicator(Communicator):
     def isend(self, buffer: HostArray, dest: int, tag: int) -> Request:
         """Send `buffer`."""
         mail = self._mail_with(dest)
-        if mail is not None:
+        if mail is not None and isinstance(buffer, np.ndarray):  # MPI may be given device memory
             return mail.send(buffer, dest, tag)
         if buffer.size <= self._message_limit:
             request = _begin("send", self._comm.Isend, buffer, dest, tag)
@@ -244,7 +244,7 @@ class MPICommunicator(Communicator):
     def irecv(self, buffer: HostArray, source: int, tag: int) -> RecvRequest:
         """Receive into `buffer`."""
         mail = self._mail_with(source)
-        if mail is not None:
+        if mail is not None and isinstance(buffer, np.ndarray):
             return mail.receive(buffer, source, tag)
         if buffer.size <= self._message_limit:
             try:

@@ -47,7 +47,7 @@ def check_device_memory_of_others_is_refused(comm):
             group.all_to_all,
             group.broadcast,
             group.shift,
-            lambda x: group.scatter(x, root=group.rank),
+            lambda x: group.alone().scatter(x).resolve(),
             lambda x: group.broadcast(x, root=None),
             lambda x: group.all_reduce(x, out=x),
         ):
