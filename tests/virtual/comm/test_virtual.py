@@ -57,6 +57,37 @@ def test_worlds_inside_each_other():
     assert mm.run_virtual(3, main) == [(3, [2, 2])] * 3
 
 
+def test_what_the_last_look_before_a_sleep_moved_on_is_no_deadlock():
+    """A root tells what it scatters between the look of a rank's steps and of what it waits for."""
+    waits, told = threading.Event(), threading.Event()
+
+    def main():
+        mesh = mm.DeviceMesh("dp=2")
+        group = mesh.group()
+        if mesh.rank == 0:
+            assert waits.wait(10)
+            handle = group.scatter(np.arange(2.0), root=0)
+            told.set()
+            group.barrier()
+            return handle.resolve().tolist()
+        handle = group.scatter(None, root=0)
+        world = communicator().world
+
+        def over():
+            if not waits.is_set():
+                waits.set()
+                assert told.wait(10)
+                world.engines[1].advance()
+                return False
+            return handle.done()
+
+        assert group.communicator.wait(over)
+        group.barrier()
+        return handle.resolve().tolist()
+
+    assert mm.run_virtual(2, main) == [[0.0], [1.0]]
+
+
 def test_the_calling_thread_is_no_virtual_rank_afterwards():
     mm.run_virtual(2, lambda: None)
     assert current_world().virtual is None
