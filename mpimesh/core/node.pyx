@@ -244,9 +244,16 @@ cdef class Window:
 
     cdef size_t remote_from(self, const NodeOp *o):
         """Return from how many bytes on others read a contribution by calls into this process."""
-        if o.fold == NULL and self.size <= FEW_READERS:  # it is copied once by them, and twice by way of pieces
+        cdef int ranks = self.size
+        if o.fold != NULL:
+            return REMOTE_FROM_BYTES << 4 * (o.kind == NODE_ALL_REDUCE and ranks > 2)
+        if ranks > 2 and o.kind in (NODE_ALL_GATHER, NODE_GATHER):
+            return <size_t>-1  # a piece is in a cache when the others read it
+        if ranks > 2 and o.kind in (NODE_BROADCAST, NODE_ALL_TO_ALL):
+            return REMOTE_FROM_BYTES // 2 * min(ranks - 2, 2) + 1
+        if ranks <= FEW_READERS:  # it is copied once by them, and twice by way of pieces
             return NODE_SMALL_BYTES + 1
-        return REMOTE_FROM_BYTES << 4 * (o.kind == NODE_ALL_REDUCE and self.size > 2)
+        return REMOTE_FROM_BYTES
 
     cdef void sweep(self):
         cdef Operation first
