@@ -247,10 +247,12 @@ cdef class Window:
         cdef int ranks = self.size
         if o.fold != NULL:
             return REMOTE_FROM_BYTES << 4 * (o.kind == NODE_ALL_REDUCE and ranks > 2)
-        if ranks > 2 and o.kind in (NODE_ALL_GATHER, NODE_GATHER):
+        if ranks > 2 and o.kind == NODE_ALL_GATHER:
             return <size_t>-1  # a piece is in a cache when the others read it
-        if ranks > 2 and o.kind in (NODE_BROADCAST, NODE_ALL_TO_ALL):
+        if ranks > 2 and o.kind == NODE_BROADCAST:
             return REMOTE_FROM_BYTES // 2 * min(ranks - 2, 2) + 1
+        if ranks > 2 and o.kind == NODE_GATHER:
+            return REMOTE_FROM_BYTES // 32
         if ranks <= FEW_READERS:  # it is copied once by them, and twice by way of pieces
             return NODE_SMALL_BYTES + 1
         return REMOTE_FROM_BYTES
