@@ -9,7 +9,7 @@ from libc.string cimport memcpy
 from posix.time cimport CLOCK_REALTIME, clock_gettime, timespec
 
 from mpimesh.core.node cimport (
-    NODE_BROADCAST, NODE_DONE, NODE_GATHER, NODE_REDUCE, NODE_SCATTER, Bound, Operation, Window
+    NODE_BROADCAST, NODE_DONE, NODE_GATHER, NODE_REDUCE, NODE_SCATTER, Bound, Operation, Window, node_state
 )
 
 import sys
@@ -375,9 +375,9 @@ cdef class Handle:
             return self._resolve(None)
         operation = <Operation>self._request
         # Alone, it may yield for long; else what goes by MPI is to be moved, too.
-        if not operation.c.state:
+        if not node_state(&operation.c):
             operation.spend(1e-3 if self._work._size == 1 else 5e-5)
-        if operation.c.state != NODE_DONE:
+        if node_state(&operation.c) != NODE_DONE:
             return self._resolve(None)
         operation.window.sweep()
         if operation.c.misfit:

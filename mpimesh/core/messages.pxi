@@ -1,6 +1,6 @@
 # Messages of a group between ranks that share memory; a part of call.pyx.
 
-from mpimesh.core.mail cimport Mail, Message
+from mpimesh.core.mail cimport Mail, Message, mail_state
 
 
 cdef enum: MOST_ROUTES = 32
@@ -8,10 +8,10 @@ cdef enum: MOST_ROUTES = 32
 
 cdef bint _has_come(Message message, bint alone) except -1:
     """Wait a while for a message; tell whether its handle has all that it needs."""
-    if not message.c.state and not message.c.detached:
+    if not mail_state(&message.c) and not message.c.detached:
         # A send to a thread of this process need not wait long: it can make a copy.
         message.spend(1e-3 if alone and not (message.sends and message.mail.c.one_process) else 5e-5)
-    if message.c.state != NODE_DONE and not message.c.detached:
+    if mail_state(&message.c) != NODE_DONE and not message.c.detached:
         return False
     if message.error is not None or message.rest is not None or message.value is not None:
         return False
@@ -151,7 +151,7 @@ cdef class Courier:
                 request = received = self.mail.receive(
                     room, route.source, route.wire_tag, route.expected_head, route
                 )
-                if sent is not None and not sent.c.state:
+                if sent is not None and not mail_state(&sent.c):
                     received.rest = sent
         if route.tally is None:
             starter.count_start(call, route)

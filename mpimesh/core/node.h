@@ -798,7 +798,8 @@ static inline void node_engine_init(NodeEngine *e) {
     atomic_init(&e->busy, 0);
 }
 
-static inline int node_state(const NodeOp *o) {
+/* The acquire is for what another thread of this rank has moved. */
+static inline int32_t node_state(const NodeOp *o) {
     return __atomic_load_n(&o->state, __ATOMIC_ACQUIRE);
 }
 

@@ -70,6 +70,7 @@ cdef extern from "node.h":
     void node_engine_init(NodeEngine *)
     int node_start(NodeWindow *, NodeOp *) nogil
     int node_pass(NodeEngine *) nogil
+    int32_t node_state(const NodeOp *) nogil
     int node_wait_briefly(NodeEngine *, const int32_t *) nogil
     void node_give_turn(NodeEngine *) nogil
     void node_take_turn(NodeEngine *) nogil

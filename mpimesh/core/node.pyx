@@ -259,7 +259,7 @@ cdef class Window:
 
     cdef void sweep(self):
         cdef Operation first
-        while self._first is not None and self._first.c.state:
+        while self._first is not None and node_state(&self._first.c):
             first = self._first
             self._first, first.after = first.after, None
         if self._first is None:
@@ -555,13 +555,13 @@ cdef class Operation:
             TransportError: If a rank that it takes has left.
         """
         cdef Engine engine = self.window.engine
-        if not self.c.state:
+        if not node_state(&self.c):
             if self.c.unit > NODE_SMALL_BYTES:
                 with nogil:
                     node_pass(&engine.c)
             else:
                 node_pass(&engine.c)
-            if not self.c.state:
+            if not node_state(&self.c):
                 return False
         self.window.sweep()
         if self.c.state != NODE_DONE:
@@ -610,10 +610,10 @@ cdef class Operation:
     cpdef bint differs(self) except -1:
         """Tell whether a rank is known to have started something else, be it before. Never waits."""
         cdef Window window = self.window
-        if not self.c.state:
+        if not node_state(&self.c):
             node_pass(&window.engine.c)
         # One under way may wait for one rank, and another one has posted something else; and some end without all.
-        if self.c.state in (0, NODE_DONE):
+        if node_state(&self.c) in (0, NODE_DONE):
             return not node_agrees(&window.c, self.c.number)
         return self.c.state == NODE_MISMATCH
 
