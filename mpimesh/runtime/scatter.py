@@ -72,12 +72,12 @@ def scatter(
             return group.run(plan_scatter, mine, out, label, (root, axis, sizes))
         except _OF_ARRAYS as error:
             problem = error
-    if rank == root and x is None:
-        raise ShapeError(f"scatter needs an array on its root, rank {root} passed None")
     call = Call("scatter", group.name, _rule(root, axis, sizes), label=label)
     data: Array | None = None
-    if x is not None and rank == root:
+    if rank == root:
         try:
+            if x is None:
+                raise ShapeError(f"scatter needs an array on its root, rank {root} passed None")
             data = group.operand(x)
         except _OF_ARRAYS as error:
             if window is None or group.checked:

@@ -302,7 +302,8 @@ def wrong(case: Case, outcomes: Sequence[Outcome], *, checks: bool) -> str | Non
         return None if good else f"is right, and gives {firsts}, {seconds}"
     if _is_for_one(case, checks):
         error = "DTypeError" if what == "objects" else "ShapeError"
-        alike = [error if rank in odd or what == "objects" else "right" for rank in range(size)]
+        joint = what != "misfit"
+        alike = [error if rank in odd or joint else "right" for rank in range(size)]
         good = firsts == alike and set(seconds) == {"right"}
         return None if good else f"gives {firsts}, {seconds}"
     if what == "twin" and not checks:
@@ -327,7 +328,7 @@ def _is_right(case: Case, odd: set[int], checks: bool) -> bool:
         return rest.kind != "scatter"
     if what == "misfit" and rest.kind in ("reduce", "gather"):
         return rest.root not in odd
-    if what == "objects" and rest.kind == "scatter" and not rest.planned:
+    if what in ("objects", "no array") and rest.kind == "scatter" and not rest.planned:
         return rest.root not in odd
     return what in HARMLESS
 
@@ -336,7 +337,7 @@ def _is_for_one(case: Case, checks: bool) -> bool:
     """Tell whether the ranks take part and then raise, some or all of them."""
     if case.rest.kind != "scatter" or case.rest.planned:
         return False
-    return case.what == "misfit" or (case.what == "objects" and not checks)
+    return case.what == "misfit" or (case.what in ("objects", "no array") and not checks)
 
 
 def is_skipped(case: Case, *, checks: bool) -> bool:
