@@ -230,6 +230,14 @@ class GroupCore(Starter[CollectiveTensor[Any]]):
         return started
 
     def in_turn(self, call: Call, prepared: Prepared, asks: bool) -> Steps:
+        """Return the steps that begin what has to wait for others."""
+        # The stack of the call: it may begin while something else is waited for.
+        stack = call_stack() if self.context.settings.checks > 1 else ()
+        return self._in_turn(call, prepared, asks, stack)
+
+    def _in_turn(
+        self, call: Call, prepared: Prepared, asks: bool, stack: tuple[str, ...]
+    ) -> Steps:
         """Begin what has waited for others, unless the mesh was left meanwhile.
 
         Before that, the ranks compare the call, with checks on, and then what its plan says.
@@ -238,10 +246,10 @@ class GroupCore(Starter[CollectiveTensor[Any]]):
             call: What is called.
             prepared: The operation.
             asks: Whether they ask each other then whether the budget of any is exceeded.
+            stack: Where it was called, to be compared, too; empty if that is not.
         """
         plan = prepared.plan
         if self.checked:
-            stack = call_stack() if self.context.settings.checks > 1 else ()
             yield from compare(self.communicator, call, call.compared, stack=stack)
         if self.ledger is None or self.open_work.closed:
             self.refuse(call.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import mpimesh as mm
@@ -48,3 +49,19 @@ def test_lines_are_compared_at_level_two(monkeypatch):
     monkeypatch.setenv("MPIMESH_CHECKS", "2")
     for size in (1, 2, 3):
         mm.run_virtual(size, swapped_calls_on_lines_of_their_own, None)
+
+
+def test_at_level_two_the_line_of_a_call_does_not_depend_on_who_waits(monkeypatch):
+    monkeypatch.setenv("MPIMESH_CHECKS", "2")
+
+    def main():
+        with mm.DeviceMesh("dp=-1") as mesh:
+            group, x = mesh.group("dp"), np.ones(3)
+            for _ in range(20):
+                first, second = group.all_reduce(x), group.all_reduce(2 * x)
+                if mesh.rank:
+                    first.resolve()
+                second.resolve()
+                assert (second.resolve() == 2 * first.resolve()).all()
+
+    mm.run_virtual(3, main)
