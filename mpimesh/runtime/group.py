@@ -371,8 +371,9 @@ class ProcessGroup:
 
         Raises:
             RankError: If `root` is not a rank of the group.
-            ShapeError: If root passes None; from ``resolve()`` on every rank, if its array does
-                not fall into such blocks; from ``resolve()``, if `out` does not fit.
+            ShapeError: From ``resolve()`` on every rank, if root passes None (over several nodes
+                at once, on root) or its array does not fall into such blocks; from ``resolve()``,
+                if `out` does not fit.
             DTypeError: From ``resolve()`` on every rank, if its dtype cannot be described.
         """
         core, is_group = self._core, isinstance(self, ProcessGroup)

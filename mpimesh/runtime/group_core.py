@@ -235,9 +235,7 @@ class GroupCore(Starter[CollectiveTensor[Any]]):
         stack = call_stack() if self.context.settings.checks > 1 else ()
         return self._in_turn(call, prepared, asks, stack)
 
-    def _in_turn(
-        self, call: Call, prepared: Prepared, asks: bool, stack: tuple[str, ...]
-    ) -> Steps:
+    def _in_turn(self, call: Call, prepared: Prepared, asks: bool, stack: tuple[str, ...]) -> Steps:
         """Begin what has waited for others, unless the mesh was left meanwhile.
 
         Before that, the ranks compare the call, with checks on, and then what its plan says.

@@ -58,15 +58,21 @@ def scatter(
     rank = group.member("scatter")
     if type(root) is not int or root:
         root = group.check_rank(root, "root")
-    if out is not None and out is not x:
-        check_output(out)
     if sizes is not None:
         sizes = tuple(check_sizes(sizes, group.size))
     window = group.communicator.window
+    alone = window is None or group.checked  # in raising what is wrong with its arrays
     problem: MpimeshError | None = None
+    if out is not None and out is not x:
+        try:
+            check_output(out)
+        except _OF_ARRAYS as error:
+            if alone:
+                raise
+            problem = error
     # What most calls are: all that this rank needs is here.
     mine = x if rank == root else out
-    is_direct = type(mine) is np.ndarray and window is not None and not group.checked
+    is_direct = type(mine) is np.ndarray and problem is None and not alone
     if is_direct and (rank == root or not group.moves_device_memory):
         try:
             return group.run(plan_scatter, mine, out, label, (root, axis, sizes))
@@ -80,7 +86,7 @@ def scatter(
                 raise ShapeError(f"scatter needs an array on its root, rank {root} passed None")
             data = group.operand(x)
         except _OF_ARRAYS as error:
-            if window is None or group.checked:
+            if alone or window is None:
                 raise
             return _refuse(group, call, window, root, error)
     arrival = group.arrival()  # now: for the budgets of this place
@@ -95,8 +101,10 @@ def scatter(
     if rank != root:
         bound, scope = window.await_scatter(root), group.scope_if_any()
         prepared = Prepared(PlanRecord(), bound, None, None, scope)
-        prepared.after = partial(_received, group, arrival, window, root, sizes, out, steps)
-        return group.submit(call, prepared)
+        into = out if problem is None else None
+        prepared.after = partial(_received, group, arrival, window, root, sizes, into, steps)
+        handle = group.submit(call, prepared)
+        return handle if problem is None else handle.map(_raising(problem))
     if is_cupy(data) and window.all_ready:
         return _tell(group, call, window, root, _BY_STEPS, lambda _: steps())
     try:

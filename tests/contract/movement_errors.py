@@ -81,6 +81,30 @@ def check_an_output_that_does_not_fit_on_one_rank_spoils_no_later_call(comm):
             same(later.resolve(), np.full(3, float(n)))
 
 
+def check_a_scatter_that_is_wrong_on_one_rank_leaves_the_ranks_in_step(comm):
+    """On one node, and without checks: else who is wrong raises alone, or with all."""
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        me, n = group.rank, group.size
+        alone = group.communicator.window is None or mesh._core.context.settings.checks
+        x = np.arange(2.0 * n)
+        blocked = np.zeros(2)
+        blocked.flags.writeable = False
+        for root in range(0 if alone else n):
+            for odd in {root, n - 1}:
+                for wrong, told in ((blocked, "read-only"), ([1.0, 2.0], "list")):
+                    out = wrong if me == odd else np.zeros(2)
+                    handle = group.scatter(x if me == root else None, root=root, out=out)
+                    if me == odd:
+                        with raises((ShapeError, DTypeError), "out", told):
+                            handle.resolve()
+                    else:
+                        same(handle.resolve(), x[2 * me : 2 * me + 2])
+            with raises(ShapeError, "needs an array", f"rank {root}"):
+                group.scatter(None, root=root).resolve()
+        same(group.all_reduce(x).resolve(), x * n)
+
+
 def check_movements_refuse_wrong_blocks(comm):
     with mesh_of(comm) as mesh:
         group = mesh.group()
