@@ -62,17 +62,18 @@ def scatter(
         sizes = tuple(check_sizes(sizes, group.size))
     window = group.communicator.window
     alone = window is None or group.checked  # in raising what is wrong with its arrays
-    problem: MpimeshError | None = None
+    unfit: MpimeshError | None = None  # for whatever array
     if out is not None and out is not x:
         try:
             check_output(out)
         except _OF_ARRAYS as error:
             if alone:
                 raise
-            problem = error
+            unfit = error
+    problem = unfit
     # What most calls are: all that this rank needs is here.
     mine = x if rank == root else out
-    is_direct = type(mine) is np.ndarray and problem is None and not alone
+    is_direct = type(mine) is np.ndarray and unfit is None and not alone
     if is_direct and (rank == root or not group.moves_device_memory):
         try:
             return group.run(plan_scatter, mine, out, label, (root, axis, sizes))
@@ -101,10 +102,10 @@ def scatter(
     if rank != root:
         bound, scope = window.await_scatter(root), group.scope_if_any()
         prepared = Prepared(PlanRecord(), bound, None, None, scope)
-        into = out if problem is None else None
+        into = out if unfit is None else None
         prepared.after = partial(_received, group, arrival, window, root, sizes, into, steps)
         handle = group.submit(call, prepared)
-        return handle if problem is None else handle.map(_raising(problem))
+        return handle if unfit is None else handle.map(_raising(unfit))
     if is_cupy(data) and window.all_ready:
         return _tell(group, call, window, root, _BY_STEPS, lambda _: steps())
     try:
