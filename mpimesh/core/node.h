@@ -586,7 +586,7 @@ static void node_divide(NodeWindow *w, NodeOp *o, int pieced) {
 /* Of a scatter of which the root alone knows what it is: false before this rank has a place for its block. */
 static int node_fits(NodeWindow *w, NodeOp *o) {
     uint32_t digest = atomic_load_explicit(&node_entry(w, o->root, o->number)->tells, memory_order_relaxed);
-    if (!o->out) { /* its caller has to look now, whichever thread's pass has seen it, and whatever that waits for */
+    if (!o->out) { /* wake this rank up: the pass that sees it may be that of a wait for something else */
         if (!o->told) o->told = 1, w->moved = 1, w->engine->rouse = 1;
         return 0;
     }

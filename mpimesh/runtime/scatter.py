@@ -60,20 +60,20 @@ def scatter(
         root = group.check_rank(root, "root")
     if sizes is not None:
         sizes = tuple(check_sizes(sizes, group.size))
-    window = group.communicator.window
-    alone = window is None or group.checked  # in raising what is wrong with its arrays
-    unfit: MpimeshError | None = None  # for whatever array
+    # Without one, a rank that gives a wrong array raises at once, and tells the others nothing.
+    window = None if group.checked else group.communicator.window
+    unfit: MpimeshError | None = None  # what is wrong with `out`, whatever the array is
     if out is not None and out is not x:
         try:
             check_output(out)
         except _OF_ARRAYS as error:
-            if alone:
+            if window is None:
                 raise
             unfit = error
     problem = unfit
     # What most calls are: all that this rank needs is here.
     mine = x if rank == root else out
-    is_direct = type(mine) is np.ndarray and unfit is None and not alone
+    is_direct = type(mine) is np.ndarray and unfit is None and window is not None
     if is_direct and (rank == root or not group.moves_device_memory):
         try:
             return group.run(plan_scatter, mine, out, label, (root, axis, sizes))
@@ -87,14 +87,14 @@ def scatter(
                 raise ShapeError(f"scatter needs an array on its root, rank {root} passed None")
             data = group.operand(x)
         except _OF_ARRAYS as error:
-            if alone or window is None:
+            if window is None:
                 raise
             return _refuse(group, call, window, root, error)
     arrival = group.arrival()  # now: for the budgets of this place
     arrival.call = call
     steps = partial(_steps, group, arrival, data, x, root, (axis, sizes), out)
     lock = None if data is None or x is out else x
-    if window is None or group.checked:
+    if window is None:
         plan = PlanRecord(0 if data is None else data.nbytes)
         return group.submit(call, Prepared(plan, steps, None, None, group.scope_if_any()), lock)
     if group.moves_device_memory:
