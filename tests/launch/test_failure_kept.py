@@ -19,6 +19,8 @@ steps = 0
 
 def fails(where):
     if RANK == 1 and steps == 2 and where == FAILS:
+        while LATE and WITHIN == "forward" and not os.path.exists("within"):
+            time.sleep(0.01)  # else rank 2 hears of the failure before it begins
         print("rank 1 fails at", time.time(), flush=True)
         raise OSError("the cause")
 
@@ -29,6 +31,7 @@ def shown():
 
 def late(where):
     if RANK == 2 and steps == 2 and where == WITHIN:
+        open("within", "w").close()
         exec(LATE)
 
 class Layer(nn.Module):
