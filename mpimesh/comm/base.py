@@ -28,7 +28,13 @@ from mpimesh.comm.algorithms import Algorithms
 from mpimesh.comm.engine import ProgressEngine, Steps
 from mpimesh.comm.reductions import by_messages
 from mpimesh.comm.region_messages import exchange_by_messages
-from mpimesh.comm.regions import check_regions
+from mpimesh.comm.regions import (
+    check_contiguous,
+    check_regions,
+    kind_of,
+    moves_in_memory,
+    near_and_far,
+)
 from mpimesh.comm.requests import RecvRequest, Request
 from mpimesh.core.mail import Mail
 from mpimesh.core.node import Window
@@ -201,7 +207,6 @@ class Communicator(ABC):
         source: HostArray | None,
         target: HostArray | None,
         regions: Regions,
-        *,
         max_bytes: int = 0,
     ) -> Request | Steps:
         """Copy or reduce boxes of the ranks' blocks into boxes of each rank's target.
@@ -338,10 +343,31 @@ class NodeCommunicator(Communicator):
         self, name: str, arguments: tuple[Any, ...], algorithm: str | None = None
     ) -> Callable[[], Request | Steps]:
         """Return what starts a collective of these arrays, as often as wanted."""
-        if self.window is None or algorithm not in (None, "node") or name == "exchange_regions":
+        window = self.window
+        if window is None or algorithm not in (None, "node"):
             return super().prepare(name, arguments, algorithm)
-        bound: Callable[[], Request] = getattr(self.window, name)(*arguments)
+        if name == "exchange_regions":
+            source, target, regions, *_ = arguments  # it takes no memory for messages
+            check_contiguous(self.rank, source, target)
+            kinds = kind_of(source), kind_of(target)
+            if not moves_in_memory(*kinds):
+                return super().prepare(name, arguments)
+            plan = near_and_far(regions, self.rank, self.size, range(self.size), *kinds)
+            return window.exchange(source, target, plan.boxes)
+        bound: Callable[[], Request] = getattr(window, name)(*arguments)
         return bound
+
+    def exchange_regions(
+        self,
+        source: HostArray | None,
+        target: HostArray | None,
+        regions: Regions,
+        max_bytes: int = 0,
+    ) -> Any:
+        """Copy or reduce boxes of the ranks' blocks into boxes of each rank's target."""
+        if self.window is None or not moves_in_memory(kind_of(source), kind_of(target)):
+            return super().exchange_regions(source, target, regions, max_bytes)
+        return self.prepare("exchange_regions", (source, target, regions))()
 
     def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Any:
         """Reduce over all ranks into `recv` on each; ``send=None`` means `recv` is the input."""

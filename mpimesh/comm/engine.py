@@ -73,23 +73,18 @@ class Moved:
 
     Attributes:
         chain: The engine's chain, on which it is the last one when it begins.
-        number: Which step of its window it is, if it has one; 0 before that is known.
         after: The one before it on its chain, until that has settled.
-        committed: Whether the others of its chain need not wait to tell the other ranks that they
-            are there: it has told all that it has to tell, and starts nothing more.
         done: Whether it is done; False for one that has failed.
     """
 
-    __slots__ = ("_engine", "_error", "_moving", "after", "chain", "committed", "done", "number")
+    __slots__ = ("_engine", "_error", "_moving", "after", "chain", "done")
 
     def __init__(self, engine: ProgressEngine, chain: Hashable = None) -> None:
         self._engine = engine
         self._error: BaseException | None = None
         self._moving = False
         self.chain = chain
-        self.number = 0
         self.after: Moved | None = None
-        self.committed = False
         self.done = False
 
     @property
@@ -131,7 +126,9 @@ class Moved:
         try:
             self._moving = True
             # Another thread may have come first.
-            self.done = self.done or ((self.after is None or self._is_turn()) and self._move())
+            if self.after is not None and self.after.settled:
+                self.after = None
+            self.done = self.done or (self.after is None and self._move())
         except MpimeshError as error:
             self._error = error
             raise
@@ -141,20 +138,6 @@ class Moved:
                 # At once: it holds arrays, and what starts next is to find nothing unfinished.
                 self._engine.untrack(self)
         return self.done
-
-    def _is_turn(self) -> bool:
-        """Tell whether those before it on its chain have settled."""
-        after = self.after
-        if after is None or after.settled:
-            self.after = None
-            return True
-        if after.committed and not self.committed:
-            self.publish()
-        return False
-
-    def publish(self) -> bool:
-        """Tell the other ranks that this one is there, before its turn; False if it is to wait."""
-        return False
 
     def _move(self) -> bool:
         """Do what can be done, and tell whether all is."""
@@ -259,8 +242,7 @@ class ProgressEngine(State):
         Such a one may turn to MPI when it finds ordinary arrays, on one rank earlier than on
         another; but MPI's collectives must begin in the same order on all.
         """
-        tail = self.tails.get(chain)
-        if tail is None or tail.settled or tail.committed:
+        if not self.busy(chain):
             return begin(*arguments)
         return self.stage(chain, run_steps(lambda: begin(*arguments)))
 
@@ -279,9 +261,8 @@ class ProgressEngine(State):
         Before it does anything: what a signal handler raises may end its start, but then the other
         ranks count on this one all the same.
         """
-        request.done = request.committed = False
+        request.done = False
         request._error = None
-        request.number = 0
         tails, chain = self.tails, request.chain
         tail = tails.get(chain)
         if tail is not None and not tail.settled:

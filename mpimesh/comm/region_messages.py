@@ -16,9 +16,8 @@ Who waits for whom
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import accumulate, islice
 from typing import NamedTuple
 
@@ -28,9 +27,13 @@ from mpimesh.arrays.dtypes import sum_dtype
 from mpimesh.arrays.memory import POOLED_FROM_BYTES, ArrayPool
 from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.comm.engine import Steps
-from mpimesh.comm.regions import FUNCTIONS, Blocks, piece_work, pieces_of, raw_dtype
-from mpimesh.comm.requests import MAX_USER_TAG, Condition, Messages, Request, all_done
-from mpimesh.errors import MismatchError
+from mpimesh.comm.regions import (
+    FUNCTIONS,
+    Blocks,
+    gives_otherwise,
+    raw_dtype,
+)
+from mpimesh.comm.requests import MAX_USER_TAG, Condition, Messages, Request
 from mpimesh.layout.boxes import (
     Box,
     Regions,
@@ -118,14 +121,12 @@ class _MessagePlan(NamedTuple):
     Attributes:
         sends: What goes to other ranks, step by step.
         receives: What comes from others, step by step.
-        near: Takes of which no part is received.
-        mixed: Takes of several parts, of which some are.
+        near: Takes of which a part is in memory.
     """
 
     sends: tuple[_Pair, ...]
     receives: tuple[_Pair, ...]
     near: tuple[int, ...]
-    mixed: tuple[int, ...]
 
 
 def _message_plan(
@@ -150,17 +151,14 @@ def _message_plan(
             outgoing.setdefault(give.rank, []).append(give.box)
     incoming: dict[int, list[tuple[int, int]]] = {}
     near_takes: list[int] = []
-    mixed: list[int] = []
     for number, take in enumerate(regions.takes):
         if not volume(take.box):
             continue
         far = [index for index, part in enumerate(take.parts) if part.rank not in near]
         for index in far:
             incoming.setdefault(take.parts[index].rank, []).append((number, index))
-        if not far:
+        if len(far) < len(take.parts):
             near_takes.append(number)
-        elif take.reduces:
-            mixed.append(number)
     sends = []
     receives = []
     for step in range(1, size):
@@ -172,7 +170,7 @@ def _message_plan(
             boxes = [regions.takes[number].box for number, _ in items]
             is_copied = not regions.takes[items[0][0]].reduces
             receives.append(_pair(before, boxes, items, shapes[1], is_copied=is_copied))
-    return _MessagePlan(tuple(sends), tuple(receives), tuple(near_takes), tuple(mixed))
+    return _MessagePlan(tuple(sends), tuple(receives), tuple(near_takes))
 
 
 def _pair(
@@ -241,7 +239,7 @@ class MessageExchange:
         self._source = source.view(self._raw)
         self._target = target
         self._raw_target = target.view(self._raw)
-        self._turns: dict[int, int] = {}
+        self._turns: defaultdict[int, int] = defaultdict(int)
         self._totals: dict[int, HostArray] = {}
         self.error: BaseException | None = None
         self._limited = max_bytes > 0
@@ -260,11 +258,9 @@ class MessageExchange:
         if self._limited:
             pairs = 2 * max(1, communicator.size - 1)
             self._piece = max(1, max_bytes // (pairs * itemsize))
-        self._turns.update(dict.fromkeys(plan.mixed, 0))
         self._receives.extend([_Task(self._receive(pair)) for pair in plan.receives])
         self._sends.extend([_Task(self._send(pair)) for pair in plan.sends])
-        self._others.extend([_Task(self._reduce_near(number)) for number in plan.mixed])
-        self._others.append(_Task(self._make_near(plan.near)))
+        self._others.extend([_Task(self._take_near(number)) for number in plan.near])
 
     def test(self) -> bool:
         """Move everything along that can move, and tell whether all is done."""
@@ -337,11 +333,7 @@ class MessageExchange:
             yield request
             came = request.received_bytes()
             if came != room.nbytes:
-                raise MismatchError(
-                    f"rank {self._communicator.rank} takes {room.nbytes} bytes of rank "
-                    f"{pair.rank}, which gives it {came}; each rank gives what the others take "
-                    "of it"
-                )
+                raise gives_otherwise(self._communicator.rank, room.nbytes, pair.rank, came)
             if pair.run >= 0:
                 continue
             placing = self._place(pair, buffer, start, stop)
@@ -377,14 +369,19 @@ class MessageExchange:
             with np.errstate(all="ignore"):
                 np.copyto(view(self._target, take.box), self._totals.pop(number), casting="unsafe")
 
-    def _reduce_near(self, number: int) -> Steps:
-        """Reduce the parts of a take that are in memory, each in its turn."""
-        for place, part in enumerate(self._regions.takes[number].parts):
-            if part.rank in self._blocks:
-                yield self._turn(number, place)
-                block = self._blocks[part.rank](part.shape)
-                self._reduce(number, whole(extent(part.box)), view(block, part.box))
-                self._end_turn(number)
+    def _take_near(self, number: int) -> Steps:
+        """Copy what is in memory, or reduce the parts that are, each in its turn."""
+        take = self._regions.takes[number]
+        for place, part in enumerate(take.parts):
+            if part.rank not in self._blocks:
+                continue
+            block = view(self._blocks[part.rank](part.shape), part.box)
+            if not take.reduces:
+                self._raw_target[slices(take.box)] = block.view(self._raw)
+                continue
+            yield self._turn(number, place)
+            self._reduce(number, whole(extent(part.box)), block)
+            self._end_turn(number)
 
     def _reduce(self, number: int, part: Box, came: HostArray) -> None:
         """Reduce a piece of the part whose turn it is into the total."""
@@ -403,20 +400,6 @@ class MessageExchange:
         with np.errstate(all="ignore"):  # overflow and NaN pass silently, as in MPI
             FUNCTIONS[take.op](where, came, out=where)
 
-    def _make_near(self, takes: Sequence[int]) -> Steps:
-        """Make the takes whose parts are all in memory."""
-        for number in takes:
-            for piece in self._regions.prepared(
-                ("near", number, self._itemsize),
-                partial(pieces_of, self._regions, [number], 0, self._itemsize),
-            ):
-                with np.errstate(all="ignore"):
-                    for call in piece_work(piece, self._target, self._blocks, _fresh):
-                        call()
-            yield all_done()  # messages go on in between
-
-    # -- memory ----------------------------------------------------------------------------
-
     def _empty(self, size: int) -> HostArray:
         """Return room for packed elements: warm from earlier exchanges, if it is not limited."""
         if self._limited:
@@ -427,10 +410,6 @@ class MessageExchange:
                 least_bytes=POOLED_FROM_BYTES, limit_bytes=_POOLED_BYTES
             )
         return pool.take((size,), self._raw)
-
-
-def _fresh(nbytes: int) -> HostArray:
-    return np.empty(nbytes, np.uint8)
 
 
 def _bytes_of(array: HostArray, start: int, stop: int) -> HostArray:

@@ -1,54 +1,44 @@
 """Exchanges of regions on the arrays of one rank: their checks, and the local work in them.
 
-The exchange itself is a value, `mpimesh.layout.Regions`; `region_messages.py` carries it out by
-messages, and `region_shared.py` in memory that the ranks of a node share. Both make what is local
-of small pieces of work: copies, and reductions of parts in their order. Halves are added up in
-float32 and rounded once, at the end.
+The exchange itself is a value, `mpimesh.layout.Regions`. Ranks that share memory carry it out in
+the window of their node, whose form of it is :class:`mpimesh.core.node.Boxes`; the others by
+messages (`region_messages.py`). Parts are reduced in their order, halves added up in float32 and
+rounded once, at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpimesh.arrays import ReduceOp, refuse_objects, wire_dtype
-from mpimesh.arrays.dtypes import sum_dtype
 from mpimesh.arrays.namespace import DType, HostArray
+from mpimesh.core.node import Boxes, can_reduce
 from mpimesh.errors import DTypeError, MismatchError, RankError, ShapeError
 from mpimesh.layout.boxes import (
     Box,
     Regions,
-    extent,
+    Take,
     fits,
-    global_box,
     slices,
-    tiles,
-    view,
     volume,
-    whole,
 )
 
 __all__ = [
     "FUNCTIONS",
     "Blocks",
-    "Call",
     "Kind",
-    "Piece",
     "check_contiguous",
     "check_dtypes",
     "check_regions",
-    "copied_boxes",
     "copy_own",
-    "copying",
     "described_bytes",
     "descriptor",
     "kind_of",
-    "piece_work",
-    "pieces_of",
     "raw_dtype",
 ]
 
@@ -59,38 +49,19 @@ FUNCTIONS: dict[str, Callable[..., HostArray]] = {
     "max": np.maximum,
 }
 
-_COPIED_BYTES = 512 * 1024
-"""Bytes that are copied at a time, before other operations have a turn."""
-
-_REDUCED_BYTES = 128 * 1024
-"""Bytes that are reduced at a time: the sum of two parts stays in cache for the third."""
-
-_SMALL_BYTES = 64 * 1024
-"""Size up to which a copy need not let other threads run meanwhile."""
-
-_PAGE_BYTES = 4096
-_OVERTAKEN_BYTES = 16
-"""Some processors copy blocks ten times slower to where they begin so little further in a page."""
-
-_WHOLE_FROM = 0.6
-"""From this part of a block on it is copied as a whole."""
-
-_MOST_COMPARED = 64
-"""Of more boxes, those that lie in another are copied twice."""
-
 _SIZE_BITS = 12
 _DTYPE_BITS = _SIZE_BITS + 7
 
 Kind: TypeAlias = tuple[tuple[int, ...], DType] | None
 """The shape and the dtype of an array; None for no array."""
 
-Piece: TypeAlias = tuple[str, Box, tuple[tuple[int, tuple[int, ...], Box], ...]]
-"""The reduction if any, where it goes, and for each part its rank, the shape there, and where."""
-
 Blocks: TypeAlias = Mapping[int, Callable[[tuple[int, ...]], HostArray]]
 """For ranks whose memory this one reads: what gives their block by its shape."""
 
-Call: TypeAlias = Callable[[], object]
+_BoxTake: TypeAlias = tuple[
+    Box, tuple[int, ...], int, Sequence[tuple[int, tuple[int, ...], Box]], str
+]
+"""A take as `core` knows it: the last number is that of the array it goes into."""
 
 
 # -- checks: local -------------------------------------------------------------------------
@@ -169,16 +140,17 @@ def _check_boxes(name: str, rank: int, array: Kind, boxes: Sequence[Box]) -> Non
 # -- checks: over ranks --------------------------------------------------------------------
 
 
-def descriptor(*arrays: HostArray | None) -> int:
+def descriptor(source: Kind, target: Kind) -> int:
     """Return the size of a rank's source, and the dtype of it and its target, as one number.
 
     0 if it has neither.
     """
-    for number, array in enumerate(arrays):
-        if array is not None:
-            code = ord(array.dtype.kind) << _SIZE_BITS | array.dtype.itemsize % (1 << _SIZE_BITS)
-            return (0 if number else array.nbytes) << _DTYPE_BITS | code
-    return 0
+    if source is None and target is None:
+        return 0
+    _, dtype = source or target or ((), np.dtype(np.uint8))
+    nbytes = 0 if source is None else prod(source[0]) * dtype.itemsize
+    code = ord(dtype.kind) << _SIZE_BITS | dtype.itemsize % (1 << _SIZE_BITS)
+    return nbytes << _DTYPE_BITS | code
 
 
 def described_bytes(number: int) -> int:
@@ -201,6 +173,140 @@ def check_dtypes(descriptors: Mapping[int, int]) -> None:
         raise MismatchError(
             f"an exchange of regions has one dtype on all ranks; kinds and bytes are: {each}"
         )
+
+
+# -- in memory that ranks share ------------------------------------------------------------
+
+
+def moves_in_memory(source: Kind, target: Kind) -> bool:
+    """Tell whether boxes of a dtype move in memory that ranks share, and not by messages. Local.
+
+    Numbers do that a window adds up: whether an exchange reduces is not known to ranks that only
+    give. One without arrays has nothing to send.
+    """
+    if source is None and target is None:
+        return True
+    _, dtype = source or target or ((), np.dtype(np.uint8))
+    return can_reduce(dtype) or not _is_number(dtype)
+
+
+@lru_cache
+def _is_number(dtype: DType) -> bool:
+    try:
+        wire_dtype(dtype, ReduceOp("sum"))
+    except DTypeError:
+        return False
+    return True
+
+
+class NearAndFar(NamedTuple):
+    """What a rank takes and gives in memory that it shares, and what goes by messages.
+
+    Attributes:
+        boxes: What is taken and given in memory.
+        beside: The ranks that share memory whose parts are reduced with others that come by
+            messages, and the shapes of their blocks: the parts come into arrays like these.
+        far: What goes by messages, and what is reduced of both.
+    """
+
+    boxes: Boxes
+    beside: tuple[tuple[int, tuple[int, ...]], ...]
+    far: Regions
+
+
+def near_and_far(
+    regions: Regions,
+    rank: int,
+    size: int,
+    near: Sequence[int],
+    source: Kind,
+    target: Kind,
+) -> NearAndFar:
+    """Return what a rank takes and gives, as ranks do of which some share memory. Local.
+
+    Args:
+        regions: What it takes and gives.
+        rank: The rank.
+        size: How many ranks there are.
+        near: Those that share memory, in the order of their window.
+        source: The shape and dtype of its block; None for none.
+        target: Those of what it takes into.
+
+    Raises:
+        MpimeshError: If the arrays do not fit.
+    """
+    key = ("memory", rank, len(near), source, target)
+    make = partial(_near_and_far, regions, rank, size, near, source, target)
+    return regions.prepared(key, make)
+
+
+def _near_and_far(
+    regions: Regions,
+    rank: int,
+    size: int,
+    near: Sequence[int],
+    source: Kind,
+    target: Kind,
+) -> NearAndFar:
+    _check(regions, rank, size, source, target)
+    mine = descriptor(source, target)
+    _, dtype = source or target or ((), np.dtype(np.uint8))
+    into = () if target is None else target[0]
+    places = {one: place for place, one in enumerate(near)}
+    takes: list[_BoxTake] = []
+    beside: dict[int, tuple[int, ...]] = {}
+    far_takes: list[Take] = []
+    shapes: dict[int, tuple[int, ...]] = {}
+    for take in regions.takes:
+        if not volume(take.box) * dtype.itemsize:
+            continue
+        parts = [(places[one.rank], one.shape, one.box) for one in take.parts if one.rank in places]
+        if len(parts) < len(take.parts):
+            far_takes.append(take)
+            parts = [part for part in parts if near[part[0]] != rank]
+            for part in parts:
+                owner, shape, box = part
+                beside.setdefault(near[owner], shape)
+                takes.append((box, shape, 1 + [*beside].index(near[owner]), [part], ""))
+        else:
+            takes.append((take.box, into, 0, parts, take.op))
+        shapes.update((owner, shape) for owner, shape, _ in parts)
+    gives: list[list[Box]] = [[] for _ in near]
+    for give in regions.gives:
+        if give.rank != rank and give.rank in places and volume(give.box) * dtype.itemsize:
+            gives[places[give.rank]].append(give.box)
+    blocks = [0] * len(near)
+    for owner, shape in shapes.items():
+        blocks[owner] = prod(shape) * dtype.itemsize << _DTYPE_BITS | mine % (1 << _DTYPE_BITS)
+
+    def explain(owner: int, is_block: bool, seen: int) -> Exception:
+        other = near[owner]
+        if not is_block:
+            taken = sum(
+                volume(box) for *_, parts, _ in takes for one, _, box in parts if one == owner
+            )
+            return gives_otherwise(rank, dtype.itemsize * taken, other, seen)
+        try:
+            check_dtypes({rank: mine, other: seen})
+        except MismatchError as error:
+            return error
+        return MismatchError(
+            f"rank {rank} takes of a block of rank {other} with shape {shapes[owner]}, of "
+            f"{described_bytes(blocks[owner])} bytes, but that has {described_bytes(seen)}"
+        )
+
+    own = None if source is None else source[0]
+    boxes = Boxes(len(near), dtype, takes, gives, own, blocks, mine, explain)
+    far_gives = [give for give in regions.gives if give.rank not in places]
+    return NearAndFar(boxes, tuple(beside.items()), Regions(tuple(far_takes), tuple(far_gives)))
+
+
+def gives_otherwise(rank: int, taken: int, owner: int, given: int) -> MismatchError:
+    """Return the error of a rank that is given something else than it takes."""
+    return MismatchError(
+        f"rank {rank} takes {taken} bytes of rank {owner}, which gives it {given}; each rank gives "
+        "what the others take of it"
+    )
 
 
 # -- dtypes --------------------------------------------------------------------------------
@@ -227,104 +333,3 @@ def copy_own(regions: Regions, source: HostArray, target: HostArray) -> None:
 
 def _own_indices(regions: Regions) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     return [(slices(take.box), slices(take.parts[0].box)) for take in regions.takes]
-
-
-def pieces_of(regions: Regions, takes: Sequence[int], first: int, itemsize: int) -> list[Piece]:
-    """Cut takes into pieces that fit into cache.
-
-    Args:
-        regions: The whole.
-        takes: Which takes of it.
-        first: The rank whose parts are to be copied first: not all should read from the same.
-        itemsize: Bytes of an element.
-    """
-    pieces: list[Piece] = []
-    for number in takes:
-        take = regions.takes[number]
-        most = (_REDUCED_BYTES if take.reduces else _COPIED_BYTES) // itemsize
-        for tile in tiles(extent(take.box), max(1, most)):
-            if volume(tile):
-                parts = [(part.rank, part.shape, global_box(tile, part.box)) for part in take.parts]
-                op = take.op if take.reduces else ""
-                pieces.append((op, global_box(tile, take.box), tuple(parts)))
-    after = [piece for piece in pieces if piece[2][0][0] >= first]
-    return after + [piece for piece in pieces if piece[2][0][0] < first]
-
-
-def piece_work(
-    piece: Piece, target: HostArray, blocks: Blocks, scratch: Callable[[int], HostArray]
-) -> tuple[Call, ...]:
-    """Return the calls that make a piece. Doing them again from the first is harmless.
-
-    Args:
-        piece: The piece.
-        target: The whole target, in which nobody takes of what is taken into.
-        blocks: The blocks of which the piece is made.
-        scratch: Gives so many bytes for what is worked out on the way.
-    """
-    op, box, parts = piece
-    sources = [view(blocks[rank](shape), there) for rank, shape, there in parts]
-    if op:
-        return _reduction(op, view(target, box), sources, scratch)
-    raw = raw_dtype(target.dtype)
-    return (copying(sources[0].view(raw), view(target.view(raw), box)),)
-
-
-def copying(source: HostArray, target: HostArray) -> Call:
-    """Return what copies `source`, of the same shape and dtype as `target`.
-
-    Doing it again is harmless.
-    """
-    is_run = source.flags.c_contiguous and target.flags.c_contiguous
-    if is_run and target.nbytes > _PAGE_BYTES:  # the addresses themselves take time
-        apart = (target.ctypes.data - source.ctypes.data) % _PAGE_BYTES
-        if 0 < apart < _OVERTAKEN_BYTES:
-            rows = [array.reshape(-1).view(np.uint8) for array in (source, target)]
-            return partial(np.positive, rows[0], out=rows[1])
-    if is_run and 0 < target.nbytes <= _SMALL_BYTES:
-        # A third of what NumPy takes, which looks at shapes and dtypes each time.
-        into, block = [
-            memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-            for array in (target, source)
-        ]
-        return partial(into.__setitem__, slice(None), block)
-    # A third of what np.copyto takes, which looks for overrides first.
-    return partial(target.__setitem__, ..., source)
-
-
-def _reduction(
-    op: str, target: HostArray, sources: Sequence[HostArray], scratch: Callable[[int], HostArray]
-) -> tuple[Call, ...]:
-    function = FUNCTIONS[op]
-    between = sum_dtype(target.dtype)
-    if between == target.dtype:
-        first = partial(function, sources[0], sources[1], out=target)
-        return (first, *[partial(function, target, source, out=target) for source in sources[2:]])
-    shape, nbytes = target.shape, target.size * between.itemsize
-    both = scratch(2 * nbytes)
-    total = both[:nbytes].view(between).reshape(shape)
-    term = both[nbytes : 2 * nbytes].view(between).reshape(shape)
-    calls: list[Call] = [partial(np.copyto, total, sources[0])]
-    for source in sources[1:]:
-        calls += [partial(np.copyto, term, source), partial(function, total, term, out=total)]
-    return (*calls, partial(np.copyto, target, total, casting="unsafe"))
-
-
-def copied_boxes(regions: Regions, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    """Return what to copy of a block of which others take: that, or all in one run.
-
-    Of large blocks a run is half the traffic, for the processor need not read what it writes over.
-    """
-    boxes = tuple(dict.fromkeys([give.box for give in regions.gives]))
-    if len(boxes) <= _MOST_COMPARED:
-        # The corners of a block lie in its edges.
-        boxes = tuple([box for box in boxes if not any(_is_part(box, other) for other in boxes)])
-    if sum(map(volume, boxes)) > _WHOLE_FROM * prod(shape):
-        return (whole(shape),)
-    return boxes
-
-
-def _is_part(box: Box, other: Box) -> bool:
-    """Tell whether a box lies in another one."""
-    edges = zip(box, other, strict=True)
-    return box != other and all(first <= a and b <= last for (a, b), (first, last) in edges)

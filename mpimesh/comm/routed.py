@@ -23,11 +23,11 @@ from mpimesh.comm.engine import ProgressEngine, Steps, poll
 from mpimesh.comm.lending import Lending
 from mpimesh.comm.mpi import MPICommunicator
 from mpimesh.comm.over_nodes import OverNodes
-from mpimesh.comm.region_shared import SharedRegions
+from mpimesh.comm.region_messages import MessageExchange
+from mpimesh.comm.regions import check_contiguous, kind_of, moves_in_memory, near_and_far
 from mpimesh.comm.requests import Request
-from mpimesh.comm.shared_window import CELL_BYTES, SharedWindow
 from mpimesh.core.mail import Mail, slot_bytes
-from mpimesh.core.node import LANE_BYTES, LANE_HEAD_BYTES, MOST_RANKS, Window
+from mpimesh.core.node import LANE_BYTES, LANE_HEAD_BYTES, MOST_RANKS, Window, fence
 from mpimesh.errors import TransportError
 from mpimesh.layout.boxes import Regions
 
@@ -70,10 +70,9 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
         self._mode = mode
         self._here: Window | None = None
         self._levels: OverNodes | None = None
-        self._regions: SharedRegions | None = None
         self._kept: HostArray | None = None
         self._once: list[HostArray] = []
-        self._window: SharedWindow | None = None
+        self._memories: list[HostArray] = []
         self._neighbours: list[int] = []
         self._why = "a rank alone"
         table = self._join() if self.size > 1 else None
@@ -83,7 +82,7 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
         """Move host memory by ``"mpi"`` or ``"node_shared"`` alone; return why not, if so."""
         if way == "mpi":
             self._algorithms = Algorithms.only("mpi", "asked for")
-            self.window = self._levels = self._regions = self.lending = None
+            self.window = self._levels = self.lending = None
             if self.node_mail is not None:
                 self.node_mail.close()
             self.node_mail = self._plain.node_mail = None
@@ -104,16 +103,14 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
         engine = self.engine
         engine.core = self._node.core
         nodes = self._open_memory()
-        window = self._window
         if len(nodes) > 1:
             node_of = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
             self.nodes = tuple(node_of[rank] for rank in range(self.size))
-        if window is None or self._here is None:
+        if self._here is None:
             return None
-        doors = dict(zip(self._neighbours, window.doors, strict=True))
+        doors = dict(zip(self._neighbours, map(door_of, self._memories), strict=True))
         self.doors = self._plain.doors = [doors.get(rank) for rank in range(self.size)]
         self._plain.node_mail, self._plain.nodes = self.node_mail, self.nodes
-        self._regions = SharedRegions(window, engine, self._plain, window, self._neighbours)
         if len(nodes) == 1:
             self.window = self.node = self._here
             return Algorithms.only("node", "in memory that the ranks of the node share")
@@ -140,8 +137,7 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
         comm, size, arena = self._comm, self.size, self._node.arena
         # The ranks must have the same number to move arrays through shared memory; 0 moves none.
         agreeing = ("never", "auto", "always").index(self._mode)
-        slots_at = CELL_BYTES
-        lane_at = -(-(slots_at + slot_bytes(size)) // _PAGE_BYTES) * _PAGE_BYTES
+        lane_at = -(-slot_bytes(size) // _PAGE_BYTES) * _PAGE_BYTES
         kept, at = None, -1
         if arena is not None:
             # Of which only what is touched costs memory.
@@ -200,29 +196,21 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
             compared = [lane + LANE_BYTES for lane in lanes]
             self.node = Window(core, place, memories, compared, doors, keep=kept)
         if not refused:
-            window = self._window = SharedWindow(
-                place,
-                memories,
-                starts,
-                arena,
-                lambda: comm.Iprobe(MPI.ANY_SOURCE, _POKE_TAG),
-                doors=doors,
-            )
+            self._memories = memories
             pids = table[members, 1].tolist() if could[1] else ()
-            self._here = Window(core, place, memories, lanes, window.doors, pids, kept)
-            slots = [start + slots_at for start in starts]
-            self.node_mail = Mail(self._here, memories, slots, members, size, arena, [])
-            self.lending = Lending(arena, dict(zip(members, memories, strict=True)), window.fence)
+            self._here = Window(core, place, memories, lanes, doors, pids, kept)
+            self.node_mail = Mail(self._here, memories, starts, members, size, arena, [])
+            self.lending = Lending(arena, dict(zip(members, memories, strict=True)), fence)
         return nodes
 
     def offer_once(self, nbytes: int, turn: int = 0) -> tuple[int, int, HostArray | None]:
         """Offer memory of one rank's arena for an array that the ranks of the node have once."""
-        window, arena = self._window, self._node.arena
-        if window is None:
+        arena = self._node.arena
+        if not self._memories:
             return self.rank, -1, None
         member = turn % len(self._neighbours)
         source = self._neighbours[member]
-        memory = None if window.rank != member or arena is None else arena.empty(nbytes)
+        memory = None if self.rank != source or arena is None else arena.empty(nbytes)
         if memory is None or arena is None:
             return source, -1, None
         self._once.append(memory)  # others read it
@@ -230,10 +218,9 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
 
     def take_once(self, source: int, place: int, nbytes: int) -> HostArray:
         """Return the memory that another rank of this node has offered."""
-        if self._window is None:
+        if not self._memories:
             return super().take_once(source, place, nbytes)
-        member = self._neighbours.index(source)
-        return self._window.view(member, place, nbytes, np.dtype(np.uint8))
+        return self._memories[self._neighbours.index(source)][place : place + nbytes]
 
     def release_once(self, memory: HostArray) -> None:
         """Keep no more what no other rank reads."""
@@ -244,9 +231,9 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
     ) -> Callable[[], Request | Steps]:
         """Return what starts a collective or an exchange of these arrays, as often as wanted."""
         if name == "exchange_regions":
-            if self._regions is None:
+            if self._levels is None or not moves_in_memory(*map(kind_of, arguments[:2])):
                 return super().prepare(name, arguments)
-            return self._regions.prepare(*arguments, often=True)
+            return self._exchange_over_nodes(*arguments)
         if self.window is not None or algorithm not in (None, "mpi", "two_levels"):
             return super().prepare(name, arguments, algorithm)
         levels = self._levels
@@ -271,13 +258,39 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
         source: HostArray | None,
         target: HostArray | None,
         regions: Regions,
-        *,
         max_bytes: int = 0,
     ) -> Request | Steps:
         """Copy or reduce boxes of the ranks' blocks into boxes of each rank's target."""
-        if self._regions is None:
-            return super().exchange_regions(source, target, regions, max_bytes=max_bytes)
-        return self._regions.prepare(source, target, regions, max_bytes)()
+        if self._levels is None or not moves_in_memory(kind_of(source), kind_of(target)):
+            started: Request | Steps = super().exchange_regions(source, target, regions, max_bytes)
+            return started
+        return self._exchange_over_nodes(source, target, regions, max_bytes)()
+
+    def _exchange_over_nodes(
+        self,
+        source: HostArray | None,
+        target: HostArray | None,
+        regions: Regions,
+        max_bytes: int = 0,
+    ) -> Callable[[], Request]:
+        """Return what starts an exchange in the memory of each node, and then by messages."""
+        levels, here, near = self._levels, self._here, self._neighbours
+        check_contiguous(self.rank, source, target)
+        kinds = kind_of(source), kind_of(target)
+        plan = near_and_far(regions, self.rank, self.size, near, *kinds)
+        dtype = next((one.dtype for one in (source, target) if one is not None), np.dtype("u1"))
+
+        def steps() -> Steps:
+            arrays = {rank: np.empty(shape, dtype) for rank, shape in plan.beside}
+            beside = tuple(arrays.values())
+            if here is not None:
+                yield here.exchange(source, target, plan.boxes, beside).start()
+            if source is not None:
+                arrays[self.rank] = source
+            blocks = {rank: partial(_block, array) for rank, array in arrays.items()}
+            yield MessageExchange(self._plain, source, target, plan.far, blocks, max_bytes)
+
+        return lambda: self.engine.stage(levels, steps())
 
     # -- life --------------------------------------------------------------------------
 
@@ -315,14 +328,11 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
             # What was given up by an error must not go on in memory that is used again.
             if self._here is not None:
                 self._here.close()
-            if self._window is not None:
-                self._window.closed = True
             if unended or not poll(self._plain.barrier().test, _LEAVE_TOGETHER_S):
                 # A rank may yet look at this one's counter, or read what it has offered; and the
                 # barrier goes on, which Open MPI does not survive on a communicator it has freed.
-                copies = () if self._regions is None else self._regions.copies.memories
                 rings = () if mail is None else mail.rings
-                for memory in (self._kept, *self._once, *copies, *rings):
+                for memory in (self._kept, *self._once, *rings):
                     self._node.keep(memory)
                 self._freed = True
             elif mail is not None:
@@ -330,9 +340,10 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
         if self.lending is not None:
             self.lending.close(self._node.keep)
         rail = None if self._levels is None else self._levels.rail
-        self._levels = self._regions = self._kept = None
-        self._window = self._here = self.window = self.node = self.lending = None
+        self._levels = self._kept = None
+        self._here = self.window = self.node = self.lending = None
         self.node_mail = self._plain.node_mail = None
+        self._memories = []
         self._once.clear()
         if self._freed:
             self.free_device(unended=unended)
@@ -353,6 +364,10 @@ def routed(
     if isinstance(communicator, RoutedCommunicator):
         return communicator
     return RoutedCommunicator(communicator.native, node, engine, mode, limit=limit)
+
+
+def _block(array: HostArray, _shape: tuple[int, ...]) -> HostArray:
+    return array
 
 
 def _own_cores() -> list[int]:

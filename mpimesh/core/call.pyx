@@ -9,7 +9,8 @@ from libc.string cimport memcpy
 from posix.time cimport CLOCK_REALTIME, clock_gettime, timespec
 
 from mpimesh.core.node cimport (
-    NODE_BROADCAST, NODE_DONE, NODE_GATHER, NODE_REDUCE, NODE_SCATTER, Bound, Operation, Window, node_state
+    NODE_BOXES, NODE_BROADCAST, NODE_DONE, NODE_GATHER, NODE_REDUCE, NODE_SCATTER, Bound, Boxes, Operation, Window,
+    node_state
 )
 
 import sys
@@ -382,13 +383,20 @@ cdef class Handle:
         operation.window.sweep()
         if operation.c.misfit:
             return self._resolve(None)
-        if operation.c.kind in (NODE_REDUCE, NODE_GATHER, NODE_BROADCAST, NODE_SCATTER) and operation.differs():
+        if operation.c.kind in (NODE_REDUCE, NODE_GATHER, NODE_BROADCAST, NODE_SCATTER, NODE_BOXES) and operation.differs():
             return self._resolve(None)
         if self._prepared is not None:
             self._prepared.busy = False
             self._prepared = None
         self._end(False)
         return self._value
+
+    def give(self, value):
+        """Let :meth:`resolve` give `value`, which is there when the result is; return this handle."""
+        if self._finish is not None:
+            return self.map(lambda _: value)
+        self._value = value
+        return self
 
     def _compared(self):
         """Return what the ranks of its node compare it by; None if they do not, or it is over."""
@@ -622,6 +630,24 @@ cdef class Starter:
             return self.start(plan, <cnp.ndarray>mine, out)
         except Exception as error:
             self.fail("scatter", error)
+
+    def exchange(self, PlanRecord plan not None, Boxes boxes not None, source, target, value):
+        """Start an exchange of boxes; None if that takes more than a window.
+
+        Args:
+            plan: How it is counted and compared.
+            boxes: What this rank takes and gives.
+            source: This rank's block, or None.
+            target: What it takes into, or None.
+            value: The result, which is there when the boxes are.
+        """
+        if self.window is None or not self.ready():
+            return None
+        try:
+            bound = self.window.exchange(source, target, boxes)
+            return self.launch(plan, (<Bound>bound).operation(), self.new_call(plan, None), value)
+        except Exception as error:
+            self.fail(plan.name, error)
 
     def barrier(self, label):
         """Start a barrier."""

@@ -17,17 +17,18 @@
 #endif
 enum { FOLD_CHUNK = 1024, FOLD_BLOCK = 8 };
 
-/* `T` as it lies in memory, `A` as it is added up; LOAD, OP, STORE are macros of values. */
+/* `T` as it lies in memory, `A` as it is added up; LOAD, OP, STORE are macros of values. Of -n ranks all are one block. */
 #define FOLD(name, T, A, LOAD, OP, STORE)                                                                         \
     FOLD_BY_CPU static void name(void *out, const void *const *in, int ranks, long n) {                           \
         A total[FOLD_CHUNK], block[FOLD_CHUNK];                                                                   \
+        int step = ranks < 0 ? (ranks = -ranks) : FOLD_BLOCK;                                                     \
         for (long c = 0; c < n; c += FOLD_CHUNK) {                                                                \
             long m = n - c < FOLD_CHUNK ? n - c : FOLD_CHUNK;                                                     \
-            for (int b = 0; b < ranks; b += FOLD_BLOCK) {                                                         \
+            for (int b = 0; b < ranks; b += step) {                                                               \
                 A *restrict acc = b ? block : total;                                                              \
                 const T *first = (const T *)in[b] + c;                                                            \
                 for (long i = 0; i < m; i++) acc[i] = LOAD(first[i]);                                             \
-                for (int q = b + 1; q < ranks && q < b + FOLD_BLOCK; q++) {                                       \
+                for (int q = b + 1; q < ranks && q < b + step; q++) {                                             \
                     const T *restrict its = (const T *)in[q] + c;                                                 \
                     for (long i = 0; i < m; i++) acc[i] = OP(acc[i], LOAD(its[i]));                               \
                 }                                                                                                 \
@@ -171,90 +172,5 @@ static const FoldRow fold_table[] = {
     {"prod", "bool", and_bool}, {"min", "bool", and_bool}, {"and", "bool", and_bool},
     {0, 0, 0},
 };
-
-/* -- boxes of arrays -------------------------------------------------------------------------------- */
-
-enum { NODE_BOX_DIMS = 64, NODE_BOX_TILE = 32 };
-
-/* Elements of `item` bytes, with strides in bytes of either sign. */
-typedef struct {
-    int64_t item;
-    int ndim;
-    int64_t shape[NODE_BOX_DIMS], stride_in[NODE_BOX_DIMS], stride_out[NODE_BOX_DIMS];
-} NodeBox;
-
-#define BOX_ROW(T)                                            \
-    for (int64_t i = 0; i < n; i++, out += to, in += from) {  \
-        T value;                                              \
-        memcpy(&value, in, sizeof value);                     \
-        memcpy(out, &value, sizeof value);                    \
-    }                                                         \
-    return
-typedef struct {
-    uint64_t low, high;
-} box_pair;
-
-static void box_row(char *out, const char *in, int64_t item, int64_t n, int64_t to, int64_t from) {
-    switch (item) {
-    case 1: BOX_ROW(uint8_t);
-    case 2: BOX_ROW(uint16_t);
-    case 4: BOX_ROW(uint32_t);
-    case 8: BOX_ROW(uint64_t);
-    case 16: BOX_ROW(box_pair);
-    default:
-        for (int64_t i = 0; i < n; i++) memcpy(out + i * to, in + i * from, (size_t)item);
-    }
-}
-
-static inline int64_t box_size(int64_t stride) {
-    return stride < 0 ? -stride : stride;
-}
-
-/* Copy a box; `out` and `in` do not overlap. Dims are sorted by the strides of the output, so that a copy of any memory
- * order to the same one is few long runs, then merged; where the input runs along another dim, both go by tiles. */
-static void node_copy_box(char *out, const char *in, const NodeBox *box) {
-    int64_t shape[NODE_BOX_DIMS + 1], to[NODE_BOX_DIMS + 1], from[NODE_BOX_DIMS + 1], item = box->item;
-    int n = 0;
-    for (int d = 0; d < box->ndim; d++) {
-        if (box->shape[d] == 0) return;
-        if (box->shape[d] == 1) continue;
-        int at = n++;
-        for (; at && box_size(to[at - 1]) < box_size(box->stride_out[d]); at--)
-            shape[at] = shape[at - 1], to[at] = to[at - 1], from[at] = from[at - 1];
-        shape[at] = box->shape[d], to[at] = box->stride_out[d], from[at] = box->stride_in[d];
-    }
-    for (; n && to[n - 1] == item && from[n - 1] == item; n--) item *= shape[n - 1];
-    for (int d = n - 2; d >= 0; d--) {
-        if (to[d] != to[d + 1] * shape[d + 1] || from[d] != from[d + 1] * shape[d + 1]) continue;
-        shape[d] *= shape[d + 1], to[d] = to[d + 1], from[d] = from[d + 1], n--;
-        for (int k = d + 1; k < n; k++) shape[k] = shape[k + 1], to[k] = to[k + 1], from[k] = from[k + 1];
-    }
-    if (n == 0) {
-        memcpy(out, in, (size_t)item);
-        return;
-    }
-    if (n == 1) shape[1] = shape[0], to[1] = to[0], from[1] = from[0], shape[0] = 1, n = 2;
-    int near = n - 2;
-    for (int d = 0; d < n - 1; d++)
-        if (box_size(from[d]) < box_size(from[near])) near = d;
-    int64_t rows = shape[near], row_to = to[near], row_from = from[near];
-    shape[near] = shape[n - 2], to[near] = to[n - 2], from[near] = from[n - 2];
-    int64_t columns = shape[n - 1], tile_rows = rows, tile = columns, index[NODE_BOX_DIMS] = {0};
-    if (rows > 1 && box_size(row_from) < box_size(from[n - 1])) tile_rows = tile = NODE_BOX_TILE;
-    for (;;) {
-        for (int64_t r = 0; r < rows; r += tile_rows)
-            for (int64_t c = 0; c < columns; c += tile)
-                for (int64_t k = r; k < rows && k < r + tile_rows; k++)
-                    box_row(out + k * row_to + c * to[n - 1], in + k * row_from + c * from[n - 1], item,
-                            columns - c < tile ? columns - c : tile, to[n - 1], from[n - 1]);
-        int d = n - 3;
-        for (; d >= 0; d--) {
-            out += to[d], in += from[d];
-            if (++index[d] < shape[d]) break;
-            out -= to[d] * shape[d], in -= from[d] * shape[d], index[d] = 0;
-        }
-        if (d < 0) return;
-    }
-}
 
 #endif

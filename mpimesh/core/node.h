@@ -25,11 +25,14 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
+
+#include "boxes.h"
 
 #if defined(__x86_64__)
 #define NODE_PAUSE() __builtin_ia32_pause()
@@ -51,6 +54,7 @@ enum {
     NODE_TEXTS = 64,
     NODE_TEXT_BYTES = 256,
     NODE_TOLD_BYTES = 1024, /* of what the root of a scatter tells */
+    NODE_RUNS = 64, /* of a box that are read by one call into another process */
     NODE_NAP_NS = 1000000,
     NODE_LONGEST_NAP_NS = 20000000,
 };
@@ -72,6 +76,7 @@ enum NodeKind {
     NODE_SCATTER,
     NODE_ALL_TO_ALL,
     NODE_SHIFT,
+    NODE_BOXES, /* each rank takes boxes of the blocks of some */
     NODE_OTHER, /* goes by other ways than the window: here the ranks only compare it */
 };
 
@@ -84,6 +89,9 @@ enum NodeSource {
     NODE_SHARED, /* in a segment that all ranks see */
     NODE_REMOTE, /* in memory of its process, to be read by process_vm_readv */
 };
+
+/* What is another one than this rank takes it for. */
+enum NodeMisfit { NODE_BLOCK = 2, NODE_GIVEN };
 
 enum NodeState {
     NODE_UNDER_WAY = 0,
@@ -159,6 +167,11 @@ typedef struct NodeOp {
      * what does not is copied to. */
     char *text;
     uint32_t text_bytes, tells[2];
+    NodeBoxes *boxes;    /* of an exchange of boxes */
+    char *const *beside; /* the targets after `out` */
+    uint64_t *begins;    /* where in the pieces of each rank this one's begin, if any gives many, ... */
+    char *aside;         /* ... and the parts of reductions that wait for others */
+    uint64_t seen;       /* in a misfit, what `culprit` has instead */
     uint8_t kind, source;
     int16_t root;        /* or the steps of a shift */
     int32_t state, culprit;
@@ -168,7 +181,7 @@ typedef struct NodeOp {
     uint64_t own_unit, own_pieces; /* before it was known of an all-to-all what the others give */
     uint8_t stage, written;
     uint8_t told;        /* the root has told, and this rank has no place for its block yet */
-    uint8_t misfit;      /* the root has told of something else, of which nothing was read */
+    uint8_t misfit;      /* the root has told of something else, of which nothing was read; or NODE_BLOCK, NODE_GIVEN */
 } NodeOp;
 
 typedef struct NodeEngine {
@@ -318,10 +331,11 @@ static inline int node_posted(NodeWindow *w, int q, uint64_t number) {
     return node_lacks(w, 2, q, number);
 }
 
-/* True where all ranks have come to `at` of what `counter` (an offset in the lane) counts. */
-static int node_all_at(NodeWindow *w, size_t counter, uint64_t at, int what, uint64_t number) {
+/* True where all ranks, or those `among` them, have come to `at` of what `counter` (an offset in the lane) counts. */
+static int node_all_at(NodeWindow *w, size_t counter, const uint8_t *among, uint64_t at, int what, uint64_t number) {
     for (int i = 1; i < w->size; i++) {
         int q = w->rank + i < w->size ? w->rank + i : w->rank + i - w->size;
+        if (among && !among[q]) continue;
         node_u64 *its = (node_u64 *)((char *)w->lane[q] + counter);
         if (atomic_load_explicit(its, memory_order_acquire) < at) return node_lacks(w, what, q, number);
     }
@@ -376,6 +390,7 @@ static void node_pack(const NodeOp *o, char *to, int blocks, uint64_t lo, uint64
 /* True where rank r waits for the word of rank q. */
 static inline int node_needs(const NodeWindow *w, const NodeOp *o, int q) {
     if (q == w->rank || !node_takes(o, w->rank)) return 0;
+    if (o->boxes) return o->boxes->owner[q];
     if (o->kind == NODE_BARRIER || o->kind == NODE_OTHER) return 1;
     if (o->kind == NODE_SHIFT) return q == ((w->rank - o->root) % w->size + w->size) % w->size;
     return node_contributes(o, q);
@@ -426,7 +441,8 @@ static void node_post(NodeWindow *w) {
         if (o->text && w->rank == o->root) memcpy(mine->tells[n % NODE_ENTRIES], o->text, o->text_bytes);
         if (o->source == NODE_INLINE || o->source == NODE_SMALL) {
             char *to = o->source == NODE_INLINE ? e->data : mine->small[slot];
-            if (o->in_bytes) node_pack(o, to, blocks, 0, o->unit);
+            if (o->boxes) boxes_pack(o->boxes, o->in, to, 0, o->boxes->table[w->size]);
+            else if (o->in_bytes) node_pack(o, to, blocks, 0, o->unit);
             else memcpy(to, o->in, o->unit * (uint64_t)blocks);
         }
         if (o->source == NODE_SMALL) {
@@ -434,12 +450,13 @@ static void node_post(NodeWindow *w) {
             w->small_used[slot] = NODE_AT(n + 1, 0);
             w->smalls++;
         } else if (o->source == NODE_PIECED) {
-            e->in = o->first;
+            e->in = o->first, e->in_segment = (uint32_t)o->own_pieces;
         } else if (o->source != NODE_NOTHING) {
             e->in = o->in_place, e->in_segment = o->in_segment;
             e->out = o->out_place, e->out_segment = o->out_segment;
         }
-        if (o->source <= NODE_PIECED || node_is_uneven(o)) e->out = o->own_unit;
+        if (o->boxes) e->out = o->boxes->mine;
+        else if (o->source <= NODE_PIECED || node_is_uneven(o)) e->out = o->own_unit;
         if (node_is_uneven(o) && o->source > NODE_PIECED) node_tell_blocks(w, o, e);
         w->calls[n % NODE_ENTRIES] = o->call;
         if (o->call) atomic_store_explicit(&mine->at.call, (uint64_t)o->call << 32 | o->digest, memory_order_relaxed);
@@ -569,6 +586,153 @@ static int node_take(NodeWindow *w, NodeOp *o, uint64_t lo, uint64_t hi) {
     }
 }
 
+/* -- boxes -------------------------------------------------------------------------------------- */
+
+/* Read bytes from `at` on of a box in the memory of rank q's process into a box of this one's. */
+static int node_pull(NodeWindow *w, NodeOp *o, int q, const char *in, const NodeBox *from, uint64_t at, char *out,
+                     const NodeBox *to, uint64_t to_at, uint64_t bytes) {
+    while (bytes) {
+        struct iovec here[NODE_RUNS], there[NODE_RUNS];
+        BoxCursor a, b;
+        uint64_t left = bytes;
+        unsigned long n = 0;
+        box_seek(&a, to, to_at), box_seek(&b, from, at);
+        for (; n < NODE_RUNS && left; n++) {
+            uint64_t run = a.left < b.left ? a.left : b.left;
+            if (run > left) run = left;
+            here[n] = (struct iovec){out + a.at, run}, there[n] = (struct iovec){(char *)(uintptr_t)(in + b.at), run};
+            box_step(&a, run), box_step(&b, run);
+            left -= run;
+        }
+        ssize_t got = process_vm_readv(w->pid[q], here, n, there, n, 0);
+        if (got <= 0) return node_refuse(w, o->number, NODE_LOST, q);
+        at += (uint64_t)got, to_at += (uint64_t)got, bytes -= (uint64_t)got;
+    }
+    return 1;
+}
+
+/* Byte `at` of what rank q has packed; of pieces, the one there must be in its slot. */
+static const char *node_packed(NodeWindow *w, const NodeEntry *e, int q, uint64_t at) {
+    if (e->source == NODE_INLINE) return e->data + at;
+    if (e->source == NODE_SMALL) return w->lane[q]->small[e->in] + at;
+    return w->lane[q]->piece[(e->in + at / NODE_PIECE_BYTES) % NODE_PIECES] + at % NODE_PIECE_BYTES;
+}
+
+static inline int node_is_long(const NodeEntry *e) { return e->source == NODE_PIECED && e->in_segment > 1; }
+
+static inline char *node_target(const NodeOp *o, const NodeBox *to) { return to->base ? o->beside[to->base - 1] : o->out; }
+
+/* Copy bytes from `at` on of a part to where they belong, a box of `out`: all but what comes in many pieces. */
+static int node_copy_part(NodeWindow *w, NodeOp *o, const NodePart *p, uint64_t at, char *out, const NodeBox *to,
+                          uint64_t to_at, uint64_t bytes) {
+    int q = (int)p->owner;
+    const NodeEntry *e = node_entry(w, q, o->number);
+    if (q == w->rank) box_copy(out, to, to_at, o->in, &p->from, at, bytes);
+    else if (e->source == NODE_SHARED) box_copy(out, to, to_at, w->segment[q][e->in_segment] + e->in, &p->from, at, bytes);
+    else if (e->source == NODE_REMOTE)
+        return node_pull(w, o, q, (const char *)(uintptr_t)e->in, &p->from, at, out, to, to_at, bytes);
+    else {
+        NodeBox flat = box_flat(p->from.bytes);
+        const uint64_t *table = (const uint64_t *)node_packed(w, e, q, 0);
+        box_copy(out, to, to_at, node_packed(w, e, q, table[w->rank] + p->packed), &flat, at, bytes);
+    }
+    return 1;
+}
+
+/* Where bytes [at, at + bytes) of a part can be reduced from, if they lie together in memory of this process; else 0. */
+static const char *node_part_at(NodeWindow *w, const NodeOp *o, const NodePart *p, uint64_t at, uint64_t bytes) {
+    int q = (int)p->owner;
+    const NodeEntry *e = node_entry(w, q, o->number);
+    if (q == w->rank) return box_at(o->in, &p->from, at, bytes);
+    if (node_is_long(e)) return o->aside + p->aside + at;
+    if (e->source == NODE_SHARED) return box_at(w->segment[q][e->in_segment] + e->in, &p->from, at, bytes);
+    if (e->source == NODE_REMOTE) return 0;
+    return node_packed(w, e, q, ((const uint64_t *)node_packed(w, e, q, 0))[w->rank] + p->packed + at);
+}
+
+/* Reduce the parts of a box in their order. */
+static int node_fold_parts(NodeWindow *w, NodeOp *o, const NodePart *p) {
+    const NodeBoxes *b = o->boxes;
+    const void **in = b->in;
+    char *out = node_target(o, &p->to), *room = b->room;
+    for (uint64_t at = 0; at < p->to.bytes; at += b->step) {
+        uint64_t bytes = p->to.bytes - at < b->step ? p->to.bytes - at : b->step;
+        NodeBox flat = box_flat(bytes);
+        for (uint32_t i = 0; i < p->count; i++) {
+            char *copy = room + (i + 1) * b->step;
+            if ((in[i] = node_part_at(w, o, p + i, at, bytes))) continue;
+            if (!node_copy_part(w, o, p + i, at, copy, &flat, 0, bytes)) return 0;
+            in[i] = copy;
+        }
+        char *into = (char *)(uintptr_t)box_at(out, &p->to, at, bytes);
+        p->fold(into ? into : room, in, -(int)p->count, (long)(bytes / b->item));
+        if (!into) box_copy(out, &p->to, at, room, &flat, 0, bytes);
+    }
+    return 1;
+}
+
+/* Of a part that comes in many pieces, take what is in this one. */
+static void node_take_piece(NodeWindow *w, NodeOp *o, const NodePart *p, uint64_t piece, uint64_t begin) {
+    const NodeEntry *e = node_entry(w, (int)p->owner, o->number);
+    uint64_t lo = piece * NODE_PIECE_BYTES, hi = lo + NODE_PIECE_BYTES, end = begin + p->from.bytes;
+    uint64_t first = begin < lo ? lo : begin, last = end < hi ? end : hi;
+    if (first >= last) return;
+    NodeBox flat = box_flat(last - first);
+    const char *from = node_packed(w, e, (int)p->owner, first);
+    if (p->fold) memcpy(o->aside + p->aside + (first - begin), from, last - first);
+    else box_copy(node_target(o, &p->to), &p->to, first - begin, from, &flat, 0, last - first);
+}
+
+/* It reads nothing more. */
+static int node_misfit(NodeOp *o, uint8_t what, int q, uint64_t seen) {
+    o->misfit = what, o->culprit = q, o->seen = seen, o->pieces = o->read;
+    return 1;
+}
+
+/* Take what is there when piece number `o->read` of all has come. */
+static int node_take_boxes(NodeWindow *w, NodeOp *o) {
+    const NodeBoxes *b = o->boxes;
+    for (int q = 0; !o->read && q < w->size; q++) { /* where in the pieces of each its own part begins */
+        const NodeEntry *e = node_entry(w, q, o->number);
+        if (!b->owner[q] || q == w->rank || e->source < NODE_INLINE || e->source > NODE_PIECED) continue;
+        const uint64_t *table = (const uint64_t *)node_packed(w, e, q, 0);
+        if (table[w->rank + 1] - table[w->rank] != b->expects[q])
+            return node_misfit(o, NODE_GIVEN, q, table[w->rank + 1] - table[w->rank]);
+        if (node_is_long(e)) o->begins[q] = table[w->rank];
+    }
+    for (uint32_t i = 0; i < b->parts; i++) {
+        const NodePart *p = &b->part[i];
+        const NodeEntry *e = node_entry(w, (int)p->owner, o->number);
+        if ((int)p->owner != w->rank && node_is_long(e)) node_take_piece(w, o, p, o->read, o->begins[p->owner] + p->packed);
+        else if (!p->fold && !o->read && !node_copy_part(w, o, p, 0, node_target(o, &p->to), &p->to, 0, p->to.bytes)) return 0;
+    }
+    for (uint32_t i = 0; o->read + 1 == o->pieces && i < b->parts; i++)
+        if (b->part[i].count > 1 && !node_fold_parts(w, o, &b->part[i])) return 0;
+    return 1;
+}
+
+/* What the words of the owners say: how many pieces come, or that a block is another one. */
+static int node_decide_boxes(NodeWindow *w, NodeOp *o) {
+    NodeBoxes *b = o->boxes;
+    int is_long = 0;
+    o->pieces = b->parts > 0;
+    for (int q = 0; q < w->size; q++) {
+        const NodeEntry *e = node_entry(w, q, o->number);
+        if (!b->owner[q] || q == w->rank) continue;
+        if (e->out != b->block[q]) return node_misfit(o, NODE_BLOCK, q, e->out);
+        if (e->source == NODE_NOTHING) return node_misfit(o, NODE_GIVEN, q, 0);
+        if (e->source == NODE_PIECED && e->in_segment > o->pieces) o->pieces = e->in_segment;
+        is_long |= node_is_long(e);
+    }
+    if (is_long) {
+        uint64_t at = ((uint64_t)w->size * 8 + 15) / 16 * 16;
+        o->begins = malloc(at + b->aside);
+        if (!o->begins) return 0; /* there may be memory later */
+        o->aside = (char *)o->begins + at;
+    }
+    return 1;
+}
+
 /* -- one operation ------------------------------------------------------------------------------ */
 
 enum { NODE_STAGE_NEW, NODE_STAGE_MOVE, NODE_STAGE_AFTER };
@@ -598,6 +762,7 @@ static int node_fits(NodeWindow *w, NodeOp *o) {
 
 /* What is known when the words are there: through how many pieces it goes, and who sums what. */
 static int node_decide(NodeWindow *w, NodeOp *o) {
+    if (o->boxes) return node_decide_boxes(w, o);
     if (o->tells[0] && w->rank != o->root && !node_fits(w, o)) return 0;
     int pieced = o->source == NODE_PIECED, direct = 0, shared = 1;
     for (int q = 0; q < w->size; q++) {
@@ -622,7 +787,8 @@ static int node_pieces_there(NodeWindow *w, NodeOp *o, uint64_t k) {
     for (int q = 0; q < w->size; q++) {
         if (q == w->rank || !node_needs(w, o, q)) continue;
         NodeEntry *e = node_entry(w, q, o->number);
-        if (e->source != NODE_PIECED || k * o->piece_bytes >= node_unit(o, e)) continue;
+        if (e->source != NODE_PIECED) continue;
+        if (o->boxes ? k >= e->in_segment : k * o->piece_bytes >= node_unit(o, e)) continue;
         if (atomic_load_explicit(&w->lane[q]->at.put, memory_order_acquire) < NODE_AT(o->number, k + 1))
             return node_lacks(w, 2, q, o->number);
     }
@@ -637,7 +803,8 @@ static void node_put_pieces(NodeWindow *w, NodeOp *o) {
         if (!node_room(w, w->piece_used[slot], 1, o->number)) break;
         uint64_t lo = o->put * o->piece_bytes, unit = o->own_unit;
         uint64_t hi = lo + o->piece_bytes < unit ? lo + o->piece_bytes : unit;
-        node_pack(o, mine->piece[slot], blocks, lo, hi);
+        if (o->boxes) boxes_pack(o->boxes, o->in, mine->piece[slot], lo, hi);
+        else node_pack(o, mine->piece[slot], blocks, lo, hi);
         w->piece_used[slot] = NODE_AT(o->number, o->put + 1);
         atomic_store_explicit(&mine->at.put, NODE_AT(o->number, o->put + 1), memory_order_release);
         w->moved = 1;
@@ -665,7 +832,7 @@ static int node_sum_parts(NodeWindow *w, NodeOp *o) {
         w->moved = again = 1;
     }
     if (o->read < o->summed &&
-        node_all_at(w, offsetof(NodeLane, at.summed), NODE_AT(o->number, o->read + 1), 2, o->number)) {
+        node_all_at(w, offsetof(NodeLane, at.summed), 0, NODE_AT(o->number, o->read + 1), 2, o->number)) {
         uint64_t lo = o->read * o->piece_bytes, hi = lo + o->piece_bytes < o->unit ? lo + o->piece_bytes : o->unit;
         for (int i = 1; o->written == 1 && i < w->size; i++) {
             int q = w->rank + i < w->size ? w->rank + i : w->rank + i - w->size;
@@ -700,7 +867,15 @@ static int node_advance(NodeWindow *w, NodeOp *o) {
             node_put_pieces(w, o);
             if (!takes && o->put < o->own_pieces) return 0;
         }
-        if (takes && o->written) {
+        if (o->boxes) {
+            while (o->read < o->pieces) {
+                if (o->source == NODE_PIECED) node_put_pieces(w, o);
+                if (!node_pieces_there(w, o, o->read) || !node_take_boxes(w, o)) return 0;
+                if (o->misfit) break;
+                atomic_store_explicit(&mine->at.read, NODE_AT(o->number, ++o->read), memory_order_release);
+                w->moved = 1;
+            }
+        } else if (takes && o->written) {
             while (o->read < o->pieces) {
                 if (o->source == NODE_PIECED) node_put_pieces(w, o);
                 if (!node_sum_parts(w, o)) return 0;
@@ -722,9 +897,14 @@ static int node_advance(NodeWindow *w, NodeOp *o) {
         atomic_store_explicit(&mine->at.read, NODE_AT(o->number + 1, 0), memory_order_release);
         w->moved = 1;
     }
+    if (o->boxes && o->source == NODE_PIECED) { /* which others may wait for that this one need not wait for */
+        node_put_pieces(w, o);
+        if (o->put < o->own_pieces) return 0;
+    }
     /* Memory of this rank's that others read (or write) in place is its own again when they are through. */
     if ((o->source == NODE_SHARED || o->source == NODE_REMOTE) && o->written != 2)
-        return node_all_at(w, offsetof(NodeLane, at.read), NODE_AT(o->number + 1, 0), 2, o->number);
+        return node_all_at(w, offsetof(NodeLane, at.read), o->boxes ? o->boxes->reader : 0, NODE_AT(o->number + 1, 0),
+                           2, o->number);
     return 1;
 }
 
@@ -735,6 +915,7 @@ static int node_out(NodeWindow *w, NodeOp *o) {
     for (int i = 1; i < w->size; i++) {
         int q = w->rank + i < w->size ? w->rank + i : w->rank + i - w->size;
         NodeLane *its = w->lane[q];
+        if (o->boxes && !o->boxes->reader[q]) continue;
         if (atomic_load_explicit(&its->at.read, memory_order_acquire) >= NODE_AT(o->number + 1, 0)) continue;
         uint64_t refused = atomic_load_explicit(&its->at.refused, memory_order_acquire);
         if (refused && refused >> 20 <= o->number) continue;
@@ -746,7 +927,8 @@ static int node_out(NodeWindow *w, NodeOp *o) {
 }
 
 static void node_over(NodeWindow *w, NodeOp *o, int state) {
-    o->culprit = w->culprit;
+    if (!o->boxes || state != NODE_DONE) o->culprit = w->culprit;
+    free(o->begins);
     w->engine->rouse = 1;
     w->head = o->next;
     if (!w->head) w->tail = 0;
@@ -808,8 +990,11 @@ static void node_number(NodeWindow *w, NodeOp *o) {
     o->told = o->misfit = 0, o->put = o->summed = o->read = 0, o->own_unit = o->unit, o->own_pieces = 0, o->number = ++w->started;
     int blocks = node_blocks(w, o->kind);
     uint64_t bytes = o->unit * (uint64_t)blocks, packed;
+    o->begins = 0;
     if (!node_contributes(o, w->rank)) {
         bytes = 0;
+    } else if (o->boxes) {
+        o->own_unit = bytes = o->boxes->give_at[w->size] ? o->boxes->table[w->size] : 0;
     } else if (o->in_bytes) {
         bytes = 0;
         for (int b = 0; b < blocks; b++) bytes += o->in_bytes[b];
@@ -821,7 +1006,8 @@ static void node_number(NodeWindow *w, NodeOp *o) {
     else if (o->source != NODE_SHARED && o->source != NODE_REMOTE)
         o->source = packed <= NODE_INLINE_BYTES ? NODE_INLINE : packed <= NODE_SMALL_BYTES ? NODE_SMALL : NODE_PIECED;
     if (o->source == NODE_PIECED) {
-        node_divide(w, o, 1);
+        if (o->boxes) o->piece_bytes = NODE_PIECE_BYTES, o->pieces = (bytes + NODE_PIECE_BYTES - 1) / NODE_PIECE_BYTES;
+        else node_divide(w, o, 1);
         o->first = w->pieces, w->pieces += o->own_pieces = o->pieces;
     }
     if (w->tail) w->tail->next = o;

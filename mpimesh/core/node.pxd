@@ -3,6 +3,11 @@
 cimport numpy as cnp
 from libc.stdint cimport int16_t, int32_t, uint8_t, uint32_t, uint64_t, uintptr_t
 
+cdef extern from "<stdatomic.h>":
+    enum memory_order:
+        memory_order_seq_cst
+    void atomic_thread_fence(memory_order) nogil
+
 cdef extern from "kernels.h":
     ctypedef void (*NodeFold)(void *, const void *const *, int, long) noexcept nogil
     ctypedef struct FoldRow:
@@ -11,8 +16,34 @@ cdef extern from "kernels.h":
         NodeFold fold
     const FoldRow fold_table[1]
 
+cdef extern from "boxes.h":
+    enum: BOX_DIMS
+    ctypedef struct NodeBox:
+        uint64_t at, run, bytes
+        const uint64_t *dims
+        uint32_t n, base
+    ctypedef struct NodePart:
+        NodeBox to "to"
+        NodeBox source "from"
+        uint64_t packed, aside
+        uint32_t owner, count
+        NodeFold fold
+    ctypedef struct NodeBoxes:
+        NodePart *part
+        NodeBox *give
+        uint64_t *give_at
+        uint64_t *table
+        uint64_t *expects
+        uint64_t *block
+        uint8_t *owner
+        uint8_t *reader
+        uint64_t mine, head, aside, step
+        char *room
+        const void **source "in"
+        uint32_t parts, item, ranks
+
 cdef extern from "node.h":
-    enum: NODE_HEAD_BYTES, NODE_SMALL_BYTES, NODE_MAX_RANKS, NODE_ENTRIES, NODE_TEXT_BYTES, NODE_TOLD_BYTES
+    enum: NODE_HEAD_BYTES, NODE_SMALL_BYTES, NODE_MAX_RANKS, NODE_ENTRIES, NODE_TEXT_BYTES, NODE_TOLD_BYTES, NODE_PIECE_BYTES
     enum:
         NODE_BARRIER
         NODE_ALL_REDUCE
@@ -23,8 +54,10 @@ cdef extern from "node.h":
         NODE_BROADCAST
         NODE_SCATTER
         NODE_ALL_TO_ALL
+        NODE_BOXES
         NODE_OTHER
     enum: NODE_NOTHING, NODE_INLINE, NODE_SMALL, NODE_PIECED, NODE_SHARED, NODE_REMOTE
+    enum: NODE_BLOCK, NODE_GIVEN
     enum: NODE_DONE, NODE_MISMATCH, NODE_LOST, NODE_CLOSED
     ctypedef struct NodeLane:
         char tells[1][1024]
@@ -43,6 +76,9 @@ cdef extern from "node.h":
         char *text
         uint32_t text_bytes
         uint32_t tells[2]
+        NodeBoxes *boxes
+        char **beside
+        uint64_t seen
         uint8_t kind, source, misfit
         int16_t root
         int32_t state, culprit
@@ -134,10 +170,22 @@ cdef class Window:
     )
 
 
+cdef class Boxes:
+    cdef NodeBoxes c
+    cdef object explain
+    cdef list _memory
+    cdef readonly uint64_t run  # the shortest of what this rank gives
+    cdef uint64_t takes  # bytes
+
+    cdef void *memory(self, size_t n, size_t each) except NULL
+
+
 cdef class Bound:
     cdef NodeOp c
     cdef Window window
-    cdef object send, recv, text
+    cdef Boxes boxes
+    cdef public object before
+    cdef object send, recv, text, beside
     cdef uint64_t *_tables[2]
     cdef uint64_t _own[2]
 

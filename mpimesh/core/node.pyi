@@ -1,13 +1,18 @@
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
+import numpy as np
 from numpy.typing import NDArray
+
+_Box: TypeAlias = tuple[tuple[int, int], ...]
 
 LANE_BYTES: int
 LANE_HEAD_BYTES: int
 DOOR_BYTES: int
 MOST_RANKS: int
 
+def can_reduce(dtype: np.dtype[Any]) -> bool: ...
+def fence() -> None: ...
 def can_read(pid: int, address: int, expected: int) -> bool: ...
 
 class Door:
@@ -80,9 +85,32 @@ class Window:
     ) -> Bound: ...
     def broadcast(self, buffer: NDArray[Any], root: int) -> Bound: ...
     def barrier(self) -> Bound: ...
+    def exchange(
+        self,
+        source: NDArray[Any] | None,
+        target: NDArray[Any] | None,
+        boxes: Boxes,
+        beside: tuple[NDArray[Any], ...] = (),
+    ) -> Bound: ...
     def await_scatter(self, root: int) -> Bound: ...
 
+class Boxes:
+    def __init__(
+        self,
+        size: int,
+        dtype: np.dtype[Any],
+        takes: Sequence[
+            tuple[_Box, tuple[int, ...], int, Sequence[tuple[int, tuple[int, ...], _Box]], str]
+        ],
+        gives: Sequence[Sequence[_Box]],
+        shape: tuple[int, ...] | None,
+        blocks: Sequence[int],
+        mine: int,
+        explain: Callable[[int, bool, int], Exception],
+    ) -> None: ...
+
 class Bound:
+    before: Callable[[], object] | None
     def tell(self, digest: int, other: int = 0, text: bytes | None = None) -> None: ...
     def __call__(self) -> Operation: ...
     def start(self) -> Operation: ...

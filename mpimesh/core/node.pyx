@@ -28,6 +28,12 @@ cdef enum: IN_PLACE_FROM_BYTES = 2048
 cdef enum: REMOTE_FROM_BYTES = 1 << 20
 # So many may well read the memory of one process at a time: they share a lock of the kernel there.
 cdef enum: FEW_READERS = 8
+# Of an exchange of boxes more is read where it lies, so that its rank waits for its readers; less is packed.
+cdef enum: AT_LEAST_BYTES = 1 << 17
+# And in another process where the runs of its boxes have this length.
+cdef enum: REMOTE_RUN_BYTES = 512
+# Of reductions of boxes.
+cdef enum: FOLD_BYTES = 32768, FEW_PARTS = 16
 # How long a thread yields before it sleeps: to wake one up takes about as long.
 cdef enum: YIELD_NS = 50000
 
@@ -43,7 +49,7 @@ def _read_folds():
     """Fill the table by NumPy's characters: one C type may have two of them."""
     chars = {
         "bool": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "lq", "u8": "B", "u16": "H", "u32": "I", "u64": "LQ",
-        "f16": "e", "f32": "f", "f64": "d", "g": "g", "c64": "F", "c128": "D", "c256": "G", "bf16": "",
+        "f16": "e", "f32": "f", "f64": "d", "g": "g", "c64": "F", "c128": "D", "c256": "G", "bf16": ["bfloat16"],
     }
     cdef int number = 0
     cdef _Fold fold
@@ -55,6 +61,16 @@ def _read_folds():
         number += 1
 
 _read_folds()
+
+
+def can_reduce(dtype):
+    """Tell whether a window reduces arrays of this dtype."""
+    return dtype.isnative and ("sum", dtype.char if dtype.num < 256 else dtype.name) in _folds
+
+
+def fence():
+    """Keep what was read and written before apart from what comes after."""
+    atomic_thread_fence(memory_order_seq_cst)
 
 
 def can_read(int pid, size_t address, uint64_t expected):
@@ -360,6 +376,42 @@ cdef class Window:
         bound.window, bound.c.kind, bound.c.root, bound.c.item, bound.c.tells[0] = self, NODE_SCATTER, root, 1, 1
         return bound
 
+    def exchange(self, source, target, Boxes boxes not None, tuple beside=()):
+        """Bind an exchange of boxes.
+
+        Args:
+            source: This rank's block; None if it gives nothing.
+            target: What it takes into; None if it takes nothing.
+            boxes: What it gives and takes.
+            beside: More arrays that it takes into, as the boxes say.
+        """
+        cdef Bound bound = Bound.__new__(Bound)
+        cdef NodeOp *o = &bound.c
+        cdef NodeBoxes *b = &boxes.c
+        cdef uint64_t given = b.table[b.ranks] if b.give_at[b.ranks] else 0
+        cdef size_t at
+        bound.window, bound.send, bound.recv, bound.boxes, bound.beside = self, source, target, boxes, beside
+        o.kind, o.item, o.boxes, o.source, o.unit = NODE_BOXES, 1, b, NODE_INLINE, max(given, boxes.takes)
+        o.digest = 0x9E3779B1u * (1 + NODE_BOXES)
+        if source is not None:
+            o.source_data = <const char *>data_of(source)
+            if given > AT_LEAST_BYTES:
+                at = self.shared(<void *>o.source_data, cnp.PyArray_NBYTES(source))
+                if at != <size_t>-1:
+                    o.source, o.in_place = NODE_SHARED, at
+                elif self.c.pid != NULL and boxes.run >= REMOTE_RUN_BYTES:
+                    o.source, o.in_place = NODE_REMOTE, <uint64_t>o.source_data
+        if target is not None:
+            o.out = <char *>data_of(target)
+        if beside:
+            bound._tables[0] = <uint64_t *>calloc(len(beside), sizeof(void *))
+            if bound._tables[0] == NULL:
+                raise MemoryError
+            o.beside = <char **>bound._tables[0]
+            for place, array in enumerate(beside):
+                (<char **>bound._tables[0])[<int>place] = <char *>data_of(array)
+        return bound
+
     cdef Bound bind(
         self, uint8_t kind, send, recv, int root, str op, cnp.ndarray like, send_counts=None, recv_counts=None
     ):
@@ -436,8 +488,124 @@ cdef void *data_of(cnp.ndarray array) except? NULL:
     return cnp.PyArray_DATA(array)
 
 
+cdef class Boxes:
+    """What one rank takes and gives in an exchange of boxes, of arrays of one kind.
+
+    Args:
+        size: How many ranks there are.
+        dtype: That of all blocks; the boxes are in elements.
+        takes: For each box that this rank takes: the box, the shape of the array it goes into and its
+            number, the parts (a rank, the shape of its block, the box in it), and how several are reduced.
+        gives: For each rank the boxes that it takes of this one's block, in the order in which it takes them.
+        shape: That of this rank's block; None if it has none.
+        blocks: For each rank what its block must be: a number for its bytes and dtype.
+        mine: That of this rank.
+        explain: Makes the error of a rank whose block, or what it gives, is another one: called with the rank,
+            whether it is the block, and what it has instead.
+    """
+
+    def __init__(self, int size, dtype, takes, gives, shape, blocks, uint64_t mine, explain):
+        cdef NodeBoxes *b = &self.c
+        cdef NodePart *part
+        cdef _Fold fold
+        cdef uint64_t item = dtype.itemsize, aside = 0, most = 1, at
+        cdef int q
+        cdef size_t n = 0
+        self.explain, self._memory = explain, []
+        b.ranks, b.mine, b.item, self.run = size, mine, item, <uint64_t>-1
+        b.parts = sum([len(parts) for _, _, _, parts, _ in takes])
+        b.part = <NodePart *>self.memory(b.parts, sizeof(NodePart))
+        b.give = <NodeBox *>self.memory(sum(map(len, gives)), sizeof(NodeBox))
+        b.give_at = <uint64_t *>self.memory(size + 1, sizeof(uint64_t))
+        b.table = <uint64_t *>self.memory(size + 2, sizeof(uint64_t))
+        b.expects = <uint64_t *>self.memory(size, sizeof(uint64_t))
+        b.block = <uint64_t *>self.memory(size, sizeof(uint64_t))
+        b.owner = <uint8_t *>self.memory(size, 1)
+        b.reader = <uint8_t *>self.memory(size, 1)
+        b.head = (8 * (size + 1) + 15) // 16 * 16
+        b.table[0] = b.head
+        for q in range(size):
+            b.block[q] = blocks[q]
+            b.table[q + 1] = b.table[q]
+            for box in gives[q]:
+                _cut(self, &b.give[n], shape, box, item)
+                b.table[q + 1] += b.give[n].bytes
+                self.run = min(self.run, b.give[n].run)
+                n += 1
+            b.give_at[q + 1], b.reader[q] = n, b.give_at[q] != n
+        n = 0
+        for into, target_shape, base, parts, op in takes:
+            fold = None
+            if len(parts) > 1:
+                fold = <_Fold>_folds.get((op, dtype.char if dtype.num < 256 else dtype.name))
+                if fold is None:
+                    raise TransportError(f"boxes of dtype {dtype} cannot be reduced by {op!r}")
+                most = max(most, <uint64_t>len(parts))
+            for place, (owner, block_shape, box) in enumerate(parts):
+                part = &b.part[n]
+                n += 1
+                _cut(self, &part.to, target_shape, into, item)
+                part.to.base = base
+                _cut(self, &part.source, block_shape, box, item)
+                part.owner, part.count, part.packed = owner, 0 if place else len(parts), b.expects[owner]
+                b.owner[part.owner] = 1
+                self.takes += part.to.bytes
+                b.expects[part.owner] += part.to.bytes
+                if fold is not None:
+                    part.fold, part.aside, aside = fold.function, aside, aside + part.to.bytes
+        b.aside = aside
+        if aside:
+            b.step = FOLD_BYTES if most <= FEW_PARTS else FOLD_BYTES // 4
+            b.room = <char *>self.memory((most + 1), b.step)
+            b.source = <const void **>self.memory(most, sizeof(void *))
+
+    def __dealloc__(self):
+        for address in self._memory or ():
+            free(<void *><size_t>address)
+
+    cdef void *memory(self, size_t n, size_t each) except NULL:
+        cdef void *found = calloc(n or 1, each)
+        if found == NULL:
+            raise MemoryError
+        self._memory.append(<size_t>found)
+        return found
+
+
+cdef int _cut(Boxes boxes, NodeBox *to, shape, box, uint64_t item) except -1:
+    """Note the runs of a box of a C-contiguous array."""
+    cdef uint64_t *dims
+    cdef uint64_t stride = item, length, begin, end, size
+    cdef list lengths = [], strides = []
+    to.at, to.run, to.bytes = 0, item, item
+    for (begin, end), size in zip(reversed(box), reversed(shape)):
+        length = end - begin
+        to.at += begin * stride
+        to.bytes *= length
+        if length != 1:
+            if not lengths and to.run == stride:
+                to.run *= length
+            elif lengths and strides[-1] * lengths[-1] == stride:
+                lengths[-1] *= length
+            else:
+                lengths.append(length)
+                strides.append(stride)
+        stride *= size
+    if len(lengths) > BOX_DIMS:
+        raise TransportError(f"boxes have {BOX_DIMS} axes at most, not {len(lengths)}")
+    to.n = len(lengths)
+    dims = <uint64_t *>boxes.memory(2 * to.n, sizeof(uint64_t))
+    for place in range(to.n):
+        dims[place], dims[to.n + place] = lengths[to.n - 1 - place], strides[to.n - 1 - place]
+    to.dims = dims
+    return 0
+
+
 cdef class Bound:
-    """A collective bound to its arrays, to be started as often as wanted, each time with what they hold then."""
+    """A collective bound to its arrays, to be started as often as wanted, each time with what they hold then.
+
+    Attributes:
+        before: Called before each start; None for nothing.
+    """
 
     def __dealloc__(self):
         free(self._tables[0])
@@ -530,6 +698,8 @@ cdef class Operation:
         cdef bint posted
         if w._closed:
             raise ClosedError("nothing can start among these ranks any more: their communicator is closed")
+        if self.bound is not None and self.bound.before is not None:
+            self.bound.before()
         if w._first is not None:
             w.sweep()
         if self.c.tells[0] and w.rank != self.c.root:
@@ -541,7 +711,7 @@ cdef class Operation:
         else:
             w._last.after = self
         w._last = self
-        if not posted and self.c.source in (NODE_INLINE, NODE_SMALL):
+        if not posted and self.c.boxes == NULL and self.c.source in (NODE_INLINE, NODE_SMALL):
             # It found no room yet, and the caller may write its array.
             self._copy = PyBytes_FromStringAndSize(self.c.source_data, cnp.PyArray_NBYTES(self.send))
             self.c.source_data = PyBytes_AS_STRING(self._copy)
@@ -564,7 +734,7 @@ cdef class Operation:
             if not node_state(&self.c):
                 return False
         self.window.sweep()
-        if self.c.state != NODE_DONE:
+        if self.c.state != NODE_DONE or (self.c.misfit and self.c.boxes != NULL):
             raise self._error()
         return True
 
@@ -589,7 +759,7 @@ cdef class Operation:
     @property
     def misfit(self):
         """Whether what the root of a scatter has told does not fit this rank's block."""
-        return self.c.misfit != 0 and not self.unwanted
+        return self.c.misfit != 0 and self.c.boxes == NULL and not self.unwanted
 
     def give(self, Bound like):
         """Give a scatter under way the place of this rank's block, of which the root has told; None for none.
@@ -627,6 +797,8 @@ cdef class Operation:
                 f"the ranks of a group started different collectives, or with different arrays: rank "
                 f"{self.c.culprit} of those on this node has another one than rank {self.window.rank}"
             )
+        if self.c.state == NODE_DONE:
+            return self.bound.boxes.explain(self.c.culprit, self.c.misfit == NODE_BLOCK, self.c.seen)
         if self.c.state == NODE_CLOSED:
             return ClosedError("an operation was given up: its communicator was closed while it was under way")
         return TransportError(f"rank {self.c.culprit} of those on this node has left, and is needed")

@@ -289,7 +289,7 @@ def number_text(x: Any) -> str:
     return "" if origin is None else f" {origin}"
 
 
-def compare_move(x: Any, goal: DeviceMesh, placements: str) -> CallNumber | None:
+def compare_move(x: Any, goal: DeviceMesh, target: Layout) -> CallNumber | None:
     """Compare what moves over the ranks that have it; return the number that it gets.
 
     Collective, with checks on. Ranks of `goal` that have none of it get the error, too.
@@ -297,7 +297,7 @@ def compare_move(x: Any, goal: DeviceMesh, placements: str) -> CallNumber | None
     if not x.mesh._core.context.settings.checks:
         return None
     try:
-        number = compare_call(x.mesh, "redistribute", (x, placements))
+        number = compare_call(x.mesh, "redistribute", (x, target.text))
     except MismatchError as error:
         if goal is not x.mesh:
             everyone = x.mesh._core.everyone

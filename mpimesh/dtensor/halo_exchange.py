@@ -103,8 +103,8 @@ class Reading:
         group, options = self._options(mesh, rule, source)
         begin: Callable[[], Request | Steps] = partial(self._alone, source, target)
         if self.moves and group.size > 1:
-            exchange = group.communicator.exchange_regions
-            begin = partial(exchange, source, target, self.regions)
+            arguments = (source, target, self.regions)
+            begin = group.communicator.prepare("exchange_regions", arguments)
         group._core.compose(name, begin, **options).resolve()
 
     def _options(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +123,7 @@ def _exchange(
     group = mesh.group()
     group._core.compose(
         name,
-        partial(group.communicator.exchange_regions, packed, target, regions),
+        group.communicator.prepare("exchange_regions", (packed, target, regions)),
         rule=f"{name} of {target.dtype}",
         nbytes=nbytes,
         receives=(sparse, tuple(received)) if received else None,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
+from math import prod
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray, aligned_empty
 from mpimesh.comm import Request, Steps, run_steps
-from mpimesh.comm.regions import copy_own
+from mpimesh.comm.regions import copy_own, moves_in_memory, near_and_far
+from mpimesh.core.call import PlanRecord, Starter
+from mpimesh.core.node import Bound, Boxes
 from mpimesh.errors import ClosedError, DTypeError, LayoutError, ReduceOpError, ShapeError
 from mpimesh.layout import (
     Layout,
@@ -22,7 +24,7 @@ from mpimesh.layout import (
     Stage,
     plan_redistribution,
 )
-from mpimesh.layout.boxes import view, volume
+from mpimesh.layout.boxes import extent, view, volume
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.operands import AgreedSizes
@@ -40,6 +42,8 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
+
+_SHARED_FROM_BYTES = 32 * 1024
 
 _Empty: TypeAlias = Callable[[Sequence[int], DType], HostArray]
 """Gives memory that the ranks of the node can reach."""
@@ -165,7 +169,7 @@ def identity_of(op: str, dtype: DType) -> object:
 # -- one rank's part -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Redistribution:
     """One rank's part in bringing arrays of one shape and dtype from one layout to another.
 
@@ -178,6 +182,9 @@ class Redistribution:
         sent_bytes: What others get from this rank.
         received: What this rank gets: the place of a rank, bytes and messages, one after the other.
         rule: What must agree over ranks.
+        record: How its starts are counted and compared, once one of them has been.
+        boxes: What this rank takes and gives, if one exchange between its blocks is all.
+        way: The collective that does it all, if one does, and its arguments.
     """
 
     group: ProcessGroup
@@ -188,6 +195,9 @@ class Redistribution:
     sent_bytes: int
     received: tuple[int, ...]
     rule: str
+    record: PlanRecord | None = None
+    boxes: Boxes | None = None
+    way: tuple[ProcessGroup, str, tuple[Any, ...], dict[str, Any]] | None = None
 
     def start(
         self,
@@ -206,20 +216,56 @@ class Redistribution:
             max_bytes: Most packed bytes at a time; 0 for no limit.
         """
         check_max_bytes(max_bytes)
-        if self.plan.collective is not None and block is not None and not max_bytes:
-            group, name, arguments, options = self._collective(mesh, block, None)
-            started: CollectiveTensor = getattr(group, name)(*arguments, **options)
-            return started.map(finish)
+        if block is not None and not max_bytes:
+            started = self._start_once(mesh, block, finish)
+            if started is not None:
+                return started
         exchanges = _Exchanges(self, block, None, mesh.shared_empty)
         return self.group._core.compose(
             "redistribute",
-            exchanges.begin(max_bytes),
+            exchanges.prepare(max_bytes),
             rule=f"{self.rule}, max_bytes {max_bytes}" if max_bytes else self.rule,
             nbytes=self.sent_bytes,
             finish=lambda: finish(exchanges.end()),
             lock=block,
             receives=(sparse, self.received) if self.received else None,
         )
+
+    def bind(self, rank: int) -> None:
+        """Work out what each start needs, where one exchange between two blocks is all. Local."""
+        core, source = self.group._core, self.plan.source_block(rank)
+        if core.rank is None or core.communicator.window is None or source is None:
+            return
+        stage, alone = self.stages[0], self.moves and len(self.stages) == 1
+        if not alone or stage.divisor > 1 or stage.fill or stage.in_place or stage.shape is None:
+            return
+        block, out = ((extent(source), self.dtype), (stage.shape, self.dtype))
+        if not moves_in_memory(block, out):
+            return
+        ranks = range(core.size)
+        self.boxes = near_and_far(stage.regions, core.rank, core.size, ranks, block, out).boxes
+        receives = (sparse, self.received) if self.received else None
+        record = PlanRecord(self.sent_bytes, receives, unequal=True)
+        record.name, record.rule, record.kind = "redistribute", self.rule, ""
+        core.account(record, "redistribute", ("redistribute", self.rule, None, ""))
+        self.record = record
+
+    def _start_once(
+        self, mesh: DeviceMesh, block: HostArray, finish: Callable[[HostArray], Any]
+    ) -> CollectiveTensor | None:
+        """Start what one collective, or one exchange between two blocks, does; else None."""
+        if self.plan.collective is not None:
+            group, name, arguments, options = self._collective(mesh)
+            out = self._empty(mesh)
+            method: Callable[..., CollectiveTensor] = getattr(group, name)
+            started = method(block, *arguments, **options, out=out)
+            given: CollectiveTensor = started.give(finish(out))
+            return given
+        if self.boxes is None or self.record is None or not block.flags.c_contiguous:
+            return None
+        out = self._empty(mesh)
+        core: Starter[CollectiveTensor] = self.group._core
+        return core.exchange(self.record, self.boxes, block, out, finish(out))
 
     def planned(
         self,
@@ -244,10 +290,11 @@ class Redistribution:
         if out is not None and not out.flags.c_contiguous:
             out = None
         if self.plan.collective is not None and block is not None:
-            group, name, arguments, options = self._collective(mesh, block, out)
-            options["label"] = which.strip() or None
-            planned: PersistentCollective = getattr(group, f"{name}_init")(*arguments, **options)
-            into = options["out"]
+            group, name, arguments, options = self._collective(mesh)
+            into = self._empty(mesh) if out is None else out
+            method: Callable[..., PersistentCollective] = getattr(group, f"{name}_init")
+            label = which.strip() or None
+            planned = method(block, *arguments, **options, out=into, label=label)
             result = finish(into if user_out is None else user_out)
             return planned.map(lambda _: _copied_out(into, user_out, result))
         exchanges = _Exchanges(self, block, out, mesh.shared_empty)
@@ -266,32 +313,42 @@ class Redistribution:
             receives=(sparse, self.received) if self.received else None,
         )
 
+    def _empty(self, mesh: DeviceMesh) -> HostArray:
+        """Return memory for the new block: ordinary, where that is small and others copy it."""
+        shape = self.stages[-1].shape or ()
+        if prod(shape) * self.dtype.itemsize < _SHARED_FROM_BYTES:
+            return np.empty(shape, self.dtype)
+        return mesh.shared_empty(shape, self.dtype)
+
     def _collective(
-        self, mesh: DeviceMesh, block: HostArray, out: HostArray | None
+        self, mesh: DeviceMesh
     ) -> tuple[ProcessGroup, str, tuple[Any, ...], dict[str, Any]]:
         """Return the group whose collective does it all, its name and its arguments."""
-        plan = self.plan
-        collective, source = plan.collective, plan.source
+        if self.way is not None:
+            return self.way
+        collective, source = self.plan.collective, self.plan.source
         names = () if collective is None else collective.dims
         group = mesh.group(names[0]) if len(names) == 1 else mesh.group()
-        if out is None:
-            out = mesh.shared_empty(self.stages[-1].shape or (), block.dtype)
+        shape, target = self.plan.shape, self.plan.target
+        arguments: tuple[Any, ...] = ()
+        options: dict[str, Any] = {}
         if collective is None or collective.kind == "all_reduce":
-            return group, "all_reduce", (block, source.partial_op), {"out": out}
+            self.way = group, "all_reduce", (source.partial_op,), options
+            return self.way
         axis, joined = collective.axis, collective.joined_axis
-        shape, target = plan.shape, plan.target
         if collective.kind == "all_gather":
-            sizes = _sizes(source, shape, group.ranks, axis)
-            return group, "all_gather", (block,), {"axis": axis, "sizes": sizes, "out": out}
-        sizes = _sizes(target, shape, group.ranks, axis)
-        if collective.kind == "reduce_scatter":
-            options = {"axis": axis, "sizes": sizes, "out": out}
-            return group, "reduce_scatter", (block, collective.op), options
-        options = {"split_axis": axis, "concat_axis": joined, "out": out}
-        coming = _sizes(source, shape, group.ranks, joined)
-        if len(set(sizes)) > 1 or len(set(coming)) > 1:
-            options |= {"sizes": AgreedSizes(sizes), "recv_sizes": AgreedSizes(coming)}
-        return group, "all_to_all", (block,), options
+            options = {"axis": axis, "sizes": _sizes(source, shape, group.ranks, axis)}
+        elif collective.kind == "reduce_scatter":
+            arguments = (collective.op,)
+            options = {"axis": axis, "sizes": _sizes(target, shape, group.ranks, axis)}
+        else:
+            options = {"split_axis": axis, "concat_axis": joined}
+            sizes = _sizes(target, shape, group.ranks, axis)
+            coming = _sizes(source, shape, group.ranks, joined)
+            if len(set(sizes)) > 1 or len(set(coming)) > 1:
+                options |= {"sizes": AgreedSizes(sizes), "recv_sizes": AgreedSizes(coming)}
+        self.way = group, collective.kind, arguments, options
+        return self.way
 
 
 def _sizes(layout: Layout, shape: tuple[int, ...], ranks: Sequence[int], axis: int) -> list[int]:
@@ -342,33 +399,24 @@ class _Exchanges:
         part = self._part
         return part.moves and not any(stage.divisor > 1 for stage in part.stages)
 
-    def begin(self, max_bytes: int) -> Callable[[], Request | Steps]:
-        """Return what starts it once."""
-        if not self._part.moves:
-            return _no_steps
-        start = self._part.group.communicator.exchange_regions
-        if max_bytes:
-            start = partial(start, max_bytes=max_bytes)
-        return self._after_another(partial(partial, start))
-
-    def prepare(self) -> Callable[[], Request | Steps]:
-        """Return what starts it, as often as wanted."""
-        prepare = self._part.group.communicator.prepare
-        return self._after_another(lambda *arguments: prepare("exchange_regions", arguments))
-
-    def _after_another(
-        self, prepared: Callable[..., Callable[[], Request | Steps]]
-    ) -> Callable[[], Request | Steps]:
-        """Return what starts the exchanges, each of them as `prepared` for its arrays."""
+    def prepare(self, max_bytes: int = 0) -> Callable[[], Request | Steps]:
+        """Return what starts the exchanges, one after the other, as often as wanted."""
         stages, arrays = self._part.stages, self._arrays
         if not self._part.moves:
             return _no_steps
+        prepare = self._part.group.communicator.prepare
         begins = [
-            prepared(source, target, stage.regions)
+            prepare("exchange_regions", (*self._known(source, target), stage.regions, max_bytes))
             for source, target, stage in zip(arrays, arrays[1:], stages, strict=False)
         ]
+        begin = begins[0]
+        if len(begins) == 1 and isinstance(begin, Bound):
+            # One operation on all ranks, whatever one of them has to do before.
+            if stages[0].fill or arrays[0] is not self._block:
+                begin.before = self._before
+            return begin
         if len(begins) == 1 and not stages[0].fill and arrays[0] is self._block:
-            return begins[0]
+            return begin
 
         def steps() -> Steps:
             self._read()
@@ -393,6 +441,18 @@ class _Exchanges:
                 copy_own(stage.regions, source, target)
             _divide(stage, target)
         return self.last
+
+    def _known(
+        self, source: HostArray | None, target: HostArray | None
+    ) -> tuple[HostArray | None, HostArray | None]:
+        """Return the arrays of an exchange, of which one tells the dtype."""
+        if source is None and target is None:
+            target = np.empty(0, self._part.dtype)
+        return source, target
+
+    def _before(self) -> None:
+        self._read()
+        self._fill(self._part.stages[0], self.last)
 
     def _read(self) -> None:
         """Copy the caller's block, if it is not in one run of memory."""
@@ -451,7 +511,7 @@ def _prepared(
         if part.rank != own
     ]
     meshes = "" if source.mesh == target.mesh else f"{source.mesh!r} to {target.mesh!r}, "
-    return Redistribution(
+    made = Redistribution(
         group,
         plan,
         stages,
@@ -461,6 +521,8 @@ def _prepared(
         tuple(chain.from_iterable(received)),
         f"shape {shape}, {dtype}, {meshes}{source} -> {target}",
     )
+    made.bind(rank)
+    return made
 
 
 def _plan(

@@ -70,6 +70,8 @@ class MeshCore:
         groups: Its groups; None on a rank that the mesh leaves out.
         devices: The device of each rank.
         layout_cache: Layouts, and ways between them, of the mesh as it is.
+        moves: Of calls of ``redistribute``: what is to be done, by the layout's identity, the text,
+            and the array's shape and dtype.
         closed: Whether it was closed.
         compared: How many calls of functions of split arrays were compared on it.
     """
@@ -77,6 +79,7 @@ class MeshCore:
     mesh: Mesh
     topology: MeshTopology | None
     layout_cache: Cache[Hashable, Any]
+    moves: Cache[Hashable, Any]
     compared = 0
 
     def __init__(self, dims: MeshArgument, comm: Any, name: str, tracer: Tracer | None) -> None:
@@ -209,11 +212,13 @@ class MeshCore:
             agree(context, Call("measure_links", WORLD))
         context.links = measured_links(self.everyone)
         self.layout_cache.clear()  # among it are plans
+        self.moves.clear()
 
     def _settle(self, mesh: Mesh, topology: MeshTopology | None) -> None:
         """Take over another mesh of the ranks."""
         self.mesh = mesh
         self.layout_cache = Cache(_MOST_LAYOUTS)
+        self.moves = Cache(_MOST_LAYOUTS)
         self.topology = topology
 
     def _fitting(self, groups: LiveGroups, dims: MeshArgument) -> tuple[Mesh, MeshTopology | None]:

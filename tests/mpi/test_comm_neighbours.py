@@ -8,19 +8,21 @@ import time
 import numpy as np
 import pytest
 
-from mpimesh.comm import regions as work_on_regions, routed
-from mpimesh.comm.region_shared import CopyRule
-from mpimesh.comm.shared_window import NOTES
+from mpimesh.comm import routed
 from mpimesh.layout import Part, Regions, Take
 from tests.contract.regions import gives_of, ring
 from tests.contract.shared_memory import done, opened, put
 
+AHEAD = 4
+"""Exchanges by which a rank may be ahead of any other."""
 
-@pytest.fixture(params=[CopyRule(0, 0), CopyRule(1 << 20, 0)], ids=["in place", "copied"])
-def ranks(request, comm):
-    """Read blocks in shared memory where they lie, or copy small ones first."""
+SIZES = {"packed": 50, "a piece": 3000, "in place": 20_000}
+"""What is given is copied first, or read where it lies."""
+
+
+@pytest.fixture
+def ranks(comm):
     with opened(comm) as ranks:
-        ranks._regions.rule = request.param
         yield ranks
 
 
@@ -41,16 +43,17 @@ def pairs(ranks, size):
 
 
 @pytest.mark.nprocs(3, 4, 8)
-def test_a_late_rank_that_is_no_neighbour_delays_nobody(comm, ranks):
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_a_late_rank_that_is_no_neighbour_delays_nobody(comm, ranks, size):
     me = ranks.rank
-    regions = pairs(ranks.size, 100)[me]
-    source = put(np.full(100, float(me)), "shared", ranks)
-    target = put(np.zeros(100), "shared", ranks)
+    regions = pairs(ranks.size, size)[me]
+    source = put(np.full(size, float(me)), "shared", ranks)
+    target = put(np.zeros(size), "shared", ranks)
     if me == 2:
         # So late that it comes when the first pair is done, or never.
         for first in (0, 1):
             comm.recv(source=first)
-    for number in range(NOTES // 2):
+    for number in range(AHEAD):
         source[...] = 100 * number + me
         done(ranks, ranks.exchange_regions(source, target, regions))
         if me ^ 1 < ranks.size:
@@ -60,53 +63,44 @@ def test_a_late_rank_that_is_no_neighbour_delays_nobody(comm, ranks):
 
 
 @pytest.mark.nprocs(2, 3, 4, 8)
-def test_a_block_is_written_again_when_its_readers_are_through(comm, ranks, monkeypatch):
-    """And no earlier: the ranks dawdle anywhere, also between two pieces of what they read."""
+@pytest.mark.parametrize("memory", ["ordinary", "shared"])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_a_block_is_written_again_when_its_readers_are_through(comm, ranks, size, memory):
+    """And no earlier: the ranks dawdle anywhere."""
     slow = random.Random(comm.rank)
-    quick = work_on_regions.copying
-
-    def dawdling(*arrays):
-        copy = quick(*arrays)
-
-        def copy_late():
-            if slow.random() < 0.2:
-                time.sleep(slow.random() * 2e-3)
-            copy()
-
-        return copy_late
-
-    monkeypatch.setattr(work_on_regions, "copying", dawdling)
     me, n = ranks.rank, ranks.size
-    regions = ring(n, 3, 50)[me]
-    flat = put(np.zeros(250), "shared", ranks)
-    array = flat.reshape(5, 50)
-    for step in range(1, 3 * NOTES):
+    regions = ring(n, 3, size)[me]
+    array = put(np.zeros(5 * size), memory, ranks).reshape(5, size)
+    for step in range(1, 100):
         array[1:-1] = 100 * step + 10 * me + np.arange(1, 4)[:, None]
         if slow.random() < 0.1:
             time.sleep(slow.random() * 2e-3)
-        done(ranks, ranks.exchange_regions(array, array, regions))
+        request = ranks.exchange_regions(array, array, regions)
+        if slow.random() < 0.1:
+            time.sleep(slow.random() * 2e-3)
+        done(ranks, request)
         array[1:-1] = -1
         assert (array[0] == 100 * step + 10 * ((me - 1) % n) + 3).all()
         assert (array[4] == 100 * step + 10 * ((me + 1) % n) + 1).all()
 
 
 @pytest.mark.nprocs(2, 3, 4, 8)
-def test_a_rank_that_reads_nobody_runs_ahead_and_not_too_far(comm, ranks):
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_a_rank_that_reads_nobody_runs_ahead_and_not_too_far(comm, ranks, size):
     """Its words and copies stay until the slowest has read them."""
     me, n = ranks.rank, ranks.size
-    regions = chain(n, 10)[me]
-    source = put(np.zeros(10), "shared", ranks)
-    target = put(np.zeros(10), "shared", ranks)
-    for step in range(3 * NOTES):
+    regions = chain(n, size)[me]
+    source = put(np.zeros(size), "shared", ranks)
+    target = put(np.zeros(size), "shared", ranks)
+    for step in range(100):
         source[...] = 10 * step + me
         request = ranks.exchange_regions(source, target, regions)
-        if me == n - 1 and step % NOTES == 0:
+        if me == n - 1 and step % 30 == 0:
             time.sleep(0.02)
         done(ranks, request)
         source[...] = -1
         if me:
             assert (target == 10 * step + me - 1).all()
-        assert ranks._window.published == step + 1
     total = put(np.ones(100_000), "shared", ranks)
     done(ranks, ranks.all_reduce(None, total, "sum"))
     assert (total == n).all()

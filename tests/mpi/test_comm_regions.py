@@ -7,9 +7,8 @@ import gc
 import numpy as np
 import pytest
 
-from mpimesh.comm import region_messages, region_shared
+from mpimesh.comm import region_messages
 from mpimesh.comm.mpi import MPICommunicator
-from mpimesh.comm.shared_window import SharedWindow
 from mpimesh.errors import ClosedError, MismatchError
 from mpimesh.layout import Part, Regions, Take
 from tests.contract.regions import DTYPES, gives_of, make, ring, rows_to_columns
@@ -106,29 +105,48 @@ def test_on_one_node_no_message_is_sent(comm, monkeypatch, memory):
 
 
 @pytest.mark.nprocs(2, 3, 4, 8)
-def test_a_rank_without_memory_for_a_copy_sends_its_parts(comm, monkeypatch):
-    """No rank knows before; those that take of it learn of it. The others are read as ever."""
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("columns", [*deep(3), 30, *deep(200)])
+def test_runs_of_any_length(comm, memory, columns):
+    """Short ones come packed, in many pieces, if their owners' memory is not shared."""
     with opened(comm) as ranks:
-        if ranks.rank == ranks.size - 1:
-            monkeypatch.setattr(ranks._window, "room", lambda nbytes: None)
         me, n = ranks.rank, ranks.size
-        sent = []
-        real = region_messages.MessageExchange._send
+        rows = 700_000 // columns // 8 + 5
+        plan = rows_to_columns(n, rows * n, columns * n)
+        whole = np.arange(rows * columns * n * n, dtype=float).reshape(rows * n, columns * n)
+        source = lying(whole[rows * me : rows * (me + 1)].copy(), memory, ranks)
+        for _ in range(2):
+            target = np.zeros((rows * n, columns))
+            done(ranks, start(ranks, source, target, plan[me]))
+            assert np.array_equal(target, whole[:, columns * me : columns * (me + 1)])
 
-        def noted(*arguments):
-            sent.append(arguments)
-            return real(*arguments)
 
-        monkeypatch.setattr(region_messages.MessageExchange, "_send", noted)
-        plan = rows_to_columns(n, 4 * n, 4 * n)
-        whole = np.arange(16.0 * n * n).reshape(4 * n, 4 * n)
-        memory = "ordinary" if me == n - 1 else "shared"
-        own = whole[4 * me : 4 * me + 4].copy()
-        source = own if memory == "ordinary" else lying(own, memory, ranks)
-        target = np.zeros((4 * n, 4))
-        done(ranks, start(ranks, source, target, plan[me]))
-        assert np.array_equal(target, whole[:, 4 * me : 4 * me + 4])
-        assert bool(sent) == (me == n - 1)
+@pytest.mark.nprocs(2, 3, 4, 8)
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("dtype", ["f8", *deep("f2", "c16", "i1")])
+def test_sums_of_boxes_of_any_size(comm, memory, dtype):
+    """Also where the parts come in pieces that begin and end elsewhere, and one rank's alone do."""
+    n = comm.size
+    with opened(comm) as ranks:
+        for shape, box in (
+            ((9, 7), ((1, 8), (2, 6))),
+            ((5000, 40), ((3, 4999), (1, 38))),
+            ((300_001,), ((1, 300_000),)),
+            ((60, 50, 40), ((1, 60), (0, 50), (3, 37))),
+        ):
+            order = [*range(n - 1, -1, -1), 0]
+            into = tuple((0, stop - start) for start, stop in box)
+            first = Take(into, tuple(Part(r, shape, box) for r in order), "sum")
+            takes = [[first] if r % 2 == 0 else [] for r in range(n)]
+            gives = gives_of(takes)
+            values = np.random.default_rng(5).integers(0, 9, (n, *shape)).astype(dtype)
+            regions = Regions(tuple(takes[ranks.rank]), tuple(gives[ranks.rank]))
+            source = lying(values[ranks.rank], memory, ranks)
+            target = np.zeros([stop for _, stop in into], dtype)
+            done(ranks, start(ranks, source, target, regions))
+            if ranks.rank % 2 == 0:
+                part = values[:, *[slice(*edges) for edges in box]]
+                assert np.array_equal(target, part.sum(0, dtype) + part[0])
 
 
 @pytest.mark.parametrize("mode", ["always", "never"])
@@ -174,52 +192,6 @@ def test_what_is_kept_does_not_keep_arrays(comm):
             assert node_of(0).arena.used_bytes <= before + copies
 
 
-class Idle:
-    """Done when no operation in shared memory is unfinished."""
-
-    def __init__(self, ranks):
-        self.ranks = ranks
-
-    def test(self):
-        return not self.ranks.engine.busy(self.ranks._window)
-
-
-@pytest.mark.nprocs(2, 3, 4, 8)
-@pytest.mark.parametrize("after", [*deep(False), True], ids=["before the work", "after the work"])
-@pytest.mark.parametrize("number", deep_but(range(1, 5), 1, 4))
-@pytest.mark.parametrize("memory", ["ordinary", "shared"])
-def test_an_interrupted_test_goes_on_where_it_was(comm, monkeypatch, memory, number, after):
-    """A sum is not added up twice."""
-    n = comm.size
-    box = ((0, 60_000),)
-    take = Take(box, tuple(Part(r, (60_000,), box) for r in range(n)), "sum")
-    gives = gives_of([[take]] * n)
-    calls, do_at_once = 0, region_shared._do_at_once
-
-    def interrupted(*arguments):
-        nonlocal calls
-        calls += 1
-        if calls == number and not after:
-            raise KeyboardInterrupt
-        do_at_once(*arguments)
-        if calls == number:
-            raise KeyboardInterrupt
-
-    with opened(comm) as ranks:
-        if ranks.rank == 0:
-            monkeypatch.setattr(region_shared, "_do_at_once", interrupted)
-        source = lying(np.full(60_000, ranks.rank + 1.0), memory, ranks)
-        target = np.zeros(60_000)
-        regions = Regions((take,), tuple(gives[ranks.rank]))
-        try:
-            done(ranks, start(ranks, source, target, regions))
-        except KeyboardInterrupt:
-            # Where the start is interrupted there is no request to wait for, but it goes on.
-            done(ranks, Idle(ranks))
-        assert calls >= number or ranks.rank
-        assert np.all(target == n * (n + 1) / 2)
-
-
 @pytest.mark.nprocs(2, 3, 4, 8)
 def test_dtypes_and_blocks_that_differ(comm):
     with opened(comm) as ranks:
@@ -227,7 +199,7 @@ def test_dtypes_and_blocks_that_differ(comm):
         plan = rows_to_columns(n, n, n)
         dtype = "f8" if me else "i8"
         wrong = start(ranks, np.ones((1, n), dtype), np.zeros((n, 1), dtype), plan[me])
-        with raises(MismatchError, "rank 0: i8", "rank 1: f8"):
+        with raises(MismatchError, "rank 0: i8", f"rank {me or 1}: f8"):
             done(ranks, wrong)
         # Rank 0's block is larger than the others think; it knows how large they take it for.
         plan0 = Regions(plan[0].takes[1:], plan[0].gives)
@@ -263,8 +235,17 @@ def test_what_is_unfinished_when_a_communicator_ends_is_given_up(comm):
 def test_messages_where_they_are_asked_for(comm, monkeypatch):
     with opened(comm) as ranks:
         assert ranks.force("mpi") == ""
-        monkeypatch.setattr(SharedWindow, "publish", refuse)
-        check(ranks, 2, "f8", "shared")
+        sent = []
+        real = region_messages.MessageExchange._send
+
+        def noted(*arguments):
+            sent.append(arguments)
+            return real(*arguments)
+
+        monkeypatch.setattr(region_messages.MessageExchange, "_send", noted)
+        for seed in range(3):
+            check(ranks, seed, "f8", "shared")
+        assert sent
 
 
 def test_sums_have_the_same_bits_whichever_way(comm):

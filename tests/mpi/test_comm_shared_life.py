@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from mpimesh.comm.arena import Node
-from mpimesh.comm.shared_window import NOTES
 from mpimesh.errors import ClosedError, MismatchError, TransportError
 from tests.contract.shared_memory import MEMORIES, done, node_of, opened, put
 from tests.helpers.depth import deep
@@ -120,7 +119,7 @@ def test_a_rank_may_be_any_number_of_operations_ahead(comm, ahead):
             if number % 3
             # Each third on all ranks in shared memory.
             else put(np.full(size, me + number), "shared", ranks)
-            for number in range(2 * NOTES + 10)
+            for number in range(140)
         ]
         if me:
             time.sleep(0.2)

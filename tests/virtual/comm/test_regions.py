@@ -1,4 +1,4 @@
-"""Regions exchanged by messages between virtual ranks, and the values that say which."""
+"""Regions exchanged between virtual ranks, in their memory and by messages."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 import mpimesh as mm
 from mpimesh.comm import region_messages
 from mpimesh.comm.engine import ProgressEngine
+from mpimesh.comm.region_messages import exchange_by_messages
 from mpimesh.comm.regions import check_regions
 from mpimesh.errors import DTypeError, MismatchError, RankError, ShapeError
 from mpimesh.layout import Give, Part, Regions, Take
@@ -26,10 +27,24 @@ def virtual() -> Any:
     return current_world().virtual
 
 
-def finish(communicator, *steps):
-    """Run exchanges one after the other, as the runtime does."""
+def by_messages(communicator, source, target, regions, max_bytes=0):
+    """Exchange regions as ranks do that share no memory."""
+    check_regions(regions, communicator.rank, communicator.size, source, target)
+    return exchange_by_messages(communicator, source, target, regions, max_bytes=max_bytes)
+
+
+def in_memory(communicator, source, target, regions, max_bytes=0):
+    """Exchange regions as virtual ranks do."""
+    return communicator.exchange_regions(source, target, regions, max_bytes=max_bytes)
+
+
+WAYS = {"in memory": in_memory, "by messages": by_messages}
+
+
+def finish(communicator, *started):
+    """Run exchanges to their end, those of several steps one after the other."""
     engine = ProgressEngine()
-    left = [engine.stage(communicator, one) for one in steps]
+    left = [one if hasattr(one, "test") else engine.stage(communicator, one) for one in started]
 
     def over():
         engine.advance()
@@ -39,7 +54,7 @@ def finish(communicator, *steps):
     assert communicator.wait(over, 30)
 
 
-def exchange(case, max_bytes=0, times=1):
+def exchange(case, way, max_bytes=0, times=1):
     """Run a case on virtual ranks; return their targets."""
 
     def main():
@@ -50,7 +65,7 @@ def exchange(case, max_bytes=0, times=1):
         finish(
             communicator,
             *[
-                communicator.exchange_regions(source, target, case.regions[me], max_bytes=max_bytes)
+                WAYS[way](communicator, source, target, case.regions[me], max_bytes)
                 for target in targets
             ],
         )
@@ -66,22 +81,25 @@ def exchange(case, max_bytes=0, times=1):
     st.sampled_from(list(DTYPES)),
     st.sampled_from([0, 1, 50, 200, 1000]),
     st.booleans(),
+    st.sampled_from(list(WAYS)),
 )
-def test_any_exchange(seed, ranks, dtype, max_bytes, rendezvous):
+def test_any_exchange(seed, ranks, dtype, max_bytes, rendezvous, way):
     case = make(seed, ranks, dtype)
-    results = mm.run_virtual(ranks, exchange(case, max_bytes, 2), rendezvous=rendezvous)
+    results = mm.run_virtual(ranks, exchange(case, way, max_bytes, 2), rendezvous=rendezvous)
     for got, after in zip(results, case.after, strict=True):
         for target in got:
             assert target.tobytes() == after.tobytes()
 
 
 @pytest.mark.parametrize("rendezvous", [False, True])
-@pytest.mark.parametrize("max_bytes", [0, 1 << 12])
-def test_many_ranks(rendezvous, max_bytes):
+@pytest.mark.parametrize(
+    ("way", "max_bytes"), [("in memory", 0), ("by messages", 0), ("by messages", 1 << 12)]
+)
+def test_many_ranks(rendezvous, way, max_bytes):
     """More than there are messages under way at a time."""
     for seed in range(3):
         case = make(seed, 20, "f8", side=9, axes=2)
-        results = mm.run_virtual(20, exchange(case, max_bytes), rendezvous=rendezvous)
+        results = mm.run_virtual(20, exchange(case, way, max_bytes), rendezvous=rendezvous)
         for (got,), after in zip(results, case.after, strict=True):
             assert got.tobytes() == after.tobytes()
 
@@ -121,7 +139,7 @@ def test_packed_memory_stays_under_its_limit(monkeypatch, max_bytes, op):
         me = communicator.rank
         regions = Regions(tuple(takes[me]), tuple(gives[me]))
         target = np.zeros(shape)
-        steps = communicator.exchange_regions(values[me], target, regions, max_bytes=max_bytes)
+        steps = by_messages(communicator, values[me], target, regions, max_bytes)
         finish(communicator, steps)
         return target
 
@@ -154,7 +172,7 @@ def test_boxes_that_are_one_run_are_not_copied(monkeypatch):
         me = communicator.rank
         source, target = np.arange(12.0).reshape(shape) + 100 * me, np.zeros((3, 3))
         regions = Regions(tuple(takes[me]), tuple(gives[me]))
-        finish(communicator, communicator.exchange_regions(source, target, regions))
+        finish(communicator, by_messages(communicator, source, target, regions))
         return target
 
     for rank, target in enumerate(mm.run_virtual(2, main)):
@@ -163,7 +181,8 @@ def test_boxes_that_are_one_run_are_not_copied(monkeypatch):
         assert not target[2].any()
 
 
-def test_ranks_without_arrays_take_part():
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_without_arrays_take_part(way):
     takes = [[], [Take(((0, 2),), (Part(2, (5,), ((1, 3),)),))], []]
     gives = gives_of(takes)
 
@@ -173,20 +192,21 @@ def test_ranks_without_arrays_take_part():
         regions = Regions(tuple(takes[me]), tuple(gives[me]))
         source = np.arange(5) if me == 2 else None
         target = np.zeros(2, int) if me == 1 else None
-        finish(communicator, communicator.exchange_regions(source, target, regions))
+        finish(communicator, WAYS[way](communicator, source, target, regions))
         return None if target is None else target.tolist()
 
     assert mm.run_virtual(3, main) == [None, [1, 2], None]
 
 
-def test_a_rank_that_gives_something_else_is_named():
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_gives_something_else_is_named(way):
     def main():
         communicator = virtual()
         me = communicator.rank
         box = ((0, 4),)
         takes = (Take(box, (Part(0, (4,), box),)),) if me else ()
         gives = () if me else (Give(1, ((0, 3),)),)
-        steps = communicator.exchange_regions(np.zeros(4), np.zeros(4), Regions(takes, gives))
+        steps = WAYS[way](communicator, np.zeros(4), np.zeros(4), Regions(takes, gives))
         if me:
             with raises(MismatchError, "rank 1", 32, "rank 0", 24):
                 finish(communicator, steps)
@@ -196,7 +216,8 @@ def test_a_rank_that_gives_something_else_is_named():
     mm.run_virtual(2, main)
 
 
-def test_halves_are_added_up_in_float32():
+@pytest.mark.parametrize("way", WAYS)
+def test_halves_are_added_up_in_float32(way):
     """In float16 each of the ones would be lost."""
     box = ((0, 1),)
     takes = [[Take(box, tuple(Part(r, (1,), box) for r in (0, 1, 2, 3)), "sum")], [], [], []]
@@ -208,7 +229,7 @@ def test_halves_are_added_up_in_float32():
         source = np.array([4096 if me == 0 else 1], np.float16)
         target = np.zeros(1, np.float16)
         regions = Regions(tuple(takes[me]), tuple(gives[me]))
-        finish(communicator, communicator.exchange_regions(source, target, regions))
+        finish(communicator, WAYS[way](communicator, source, target, regions))
         return float(target[0])
 
     assert mm.run_virtual(4, main)[0] == float(np.float16(4099))
@@ -250,7 +271,8 @@ def test_arrays_that_do_not_fit(regions, source, target, error, values):
             check_regions(regions, 0, 2, source, target)
 
 
-def test_rows_to_columns():
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_to_columns(way):
     ranks, rows, columns = 3, 7, 5
     whole = np.arange(rows * columns).reshape(rows, columns)
     plan = rows_to_columns(ranks, rows, columns)
@@ -261,16 +283,18 @@ def test_rows_to_columns():
         source = whole[rows * me // ranks : rows * (me + 1) // ranks].copy()
         mine = whole[:, columns * me // ranks : columns * (me + 1) // ranks]
         target = np.zeros_like(mine, order="C")
-        finish(communicator, communicator.exchange_regions(source, target, plan[me]))
+        finish(communicator, WAYS[way](communicator, source, target, plan[me]))
         return target.tolist() == mine.tolist()
 
     assert mm.run_virtual(ranks, main) == [True] * ranks
 
 
 @pytest.mark.parametrize("rendezvous", [False, True])
-@pytest.mark.parametrize("max_bytes", [0, 100])
+@pytest.mark.parametrize(
+    ("way", "max_bytes"), [("in memory", 0), ("by messages", 0), ("by messages", 100)]
+)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_nobody_takes_of_may_be_taken_into(ranks, max_bytes, rendezvous):
+def test_what_nobody_takes_of_may_be_taken_into(ranks, way, max_bytes, rendezvous):
     """One array is source and target: a block with room for its neighbours' edges."""
     regions = ring(ranks, 3, 50)
 
@@ -283,7 +307,7 @@ def test_what_nobody_takes_of_may_be_taken_into(ranks, max_bytes, rendezvous):
             array[1:-1] += 1
             finish(
                 communicator,
-                communicator.exchange_regions(array, array, regions[me], max_bytes=max_bytes),
+                WAYS[way](communicator, array, array, regions[me], max_bytes),
             )
         return array[:, ::49].tolist()
 

@@ -97,6 +97,28 @@ def test_products_of_bfloat16():
     agree("a=2", [(f, [x, x], [p, p]) for f in calls for p in ("S0", "R")])
 
 
+@pytest.mark.parametrize("name", [">f8", "<f8", ">i2", "bfloat16", "float8_e4m3fn", "f2"])
+@pytest.mark.parametrize("target", ["S0", "R"])
+def test_sums_of_any_number(name, target):
+    """Also of those that no kernel adds up."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+
+    def main():
+        with mm.DeviceMesh("a=3,b=2") as mesh:
+            block = (np.arange(12) % 5 + mesh.rank % 2).astype(dtype)
+            x = mm.DTensor.from_local(block, mesh, "a=P, b=R")
+            moved = x.redistribute(f"a={target}, b=R")
+            rows = mm.distribute(np.arange(12).astype(dtype), mesh, "a=S0, b=R")
+            return moved.full().astype(int).tolist(), rows.redistribute("b=S0").full().tolist()
+
+    counts = [sum(1 for a in range(3) if (2 * a + b) % 2) for b in range(2)]
+    sums = [[3 * (i % 5) + count for i in range(12)] for count in counts]
+    for rank, (got, moved) in enumerate(mm.run_virtual(6, main)):
+        assert got in sums, rank
+        assert moved == np.arange(12).astype(dtype).tolist()
+
+
 def test_what_is_refused_says_how_to_go_on():
     def main():
         with mm.DeviceMesh("a=2") as mesh:
