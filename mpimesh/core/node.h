@@ -3,8 +3,8 @@
  * Each rank writes what it has started into its lane, in order, and reads the lanes of the others. node_start() never
  * waits: it queues an operation and posts what finds room. node_wait() moves everything that this rank has started, in
  * every window, until one operation is over, and every message (mail.h). Nothing here calls Python, allocates, but for
- * messages that nobody receives yet, or takes a lock between processes; threads of one rank take turns by a lock of
- * their own: who finds it taken leaves the moving to the other.
+ * messages that nobody receives yet and boxes that come in many pieces, or takes a lock between processes; threads of
+ * one rank take turns by a lock of their own: who finds it taken leaves the moving to the other.
  *
  * Every place in shared memory has one writer, but for `bell` and `waiters`. What orders the accesses:
  *   - a word is stored (release) after everything that it speaks of, and read (acquire) before any of it is;
@@ -169,7 +169,7 @@ typedef struct NodeOp {
     uint32_t text_bytes, tells[2];
     NodeBoxes *boxes;    /* of an exchange of boxes */
     char *const *beside; /* the targets after `out` */
-    uint64_t *begins;    /* where in the pieces of each rank this one's begin, if any gives many, ... */
+    uint64_t *begins;    /* where in the pieces of each rank this one's begin, if any gives many, else 0; ... */
     char *aside;         /* ... and the parts of reductions that wait for others */
     uint64_t seen;       /* in a misfit, what `culprit` has instead */
     uint8_t kind, source;
@@ -618,11 +618,13 @@ static const char *node_packed(NodeWindow *w, const NodeEntry *e, int q, uint64_
     return w->lane[q]->piece[(e->in + at / NODE_PIECE_BYTES) % NODE_PIECES] + at % NODE_PIECE_BYTES;
 }
 
-static inline int node_is_long(const NodeEntry *e) { return e->source == NODE_PIECED && e->in_segment > 1; }
+/* True of what is taken as its pieces come, also a single one beside many of another rank: when the last of those has
+ * come, its owner may have written over its own, which all have read past. */
+static inline int node_in_pieces(const NodeOp *o, const NodeEntry *e) { return e->source == NODE_PIECED && o->begins; }
 
 static inline char *node_target(const NodeOp *o, const NodeBox *to) { return to->base ? o->beside[to->base - 1] : o->out; }
 
-/* Copy bytes from `at` on of a part to where they belong, a box of `out`: all but what comes in many pieces. */
+/* Copy bytes from `at` on of a part to where they belong, a box of `out`: all but what is taken by pieces. */
 static int node_copy_part(NodeWindow *w, NodeOp *o, const NodePart *p, uint64_t at, char *out, const NodeBox *to,
                           uint64_t to_at, uint64_t bytes) {
     int q = (int)p->owner;
@@ -644,7 +646,7 @@ static const char *node_part_at(NodeWindow *w, const NodeOp *o, const NodePart *
     int q = (int)p->owner;
     const NodeEntry *e = node_entry(w, q, o->number);
     if (q == w->rank) return box_at(o->in, &p->from, at, bytes);
-    if (node_is_long(e)) return o->aside + p->aside + at;
+    if (node_in_pieces(o, e)) return o->aside + p->aside + at;
     if (e->source == NODE_SHARED) return box_at(w->segment[q][e->in_segment] + e->in, &p->from, at, bytes);
     if (e->source == NODE_REMOTE) return 0;
     return node_packed(w, e, q, ((const uint64_t *)node_packed(w, e, q, 0))[w->rank] + p->packed + at);
@@ -671,7 +673,7 @@ static int node_fold_parts(NodeWindow *w, NodeOp *o, const NodePart *p) {
     return 1;
 }
 
-/* Of a part that comes in many pieces, take what is in this one. */
+/* Of a part that is taken by pieces, take what is in this one. */
 static void node_take_piece(NodeWindow *w, NodeOp *o, const NodePart *p, uint64_t piece, uint64_t begin) {
     const NodeEntry *e = node_entry(w, (int)p->owner, o->number);
     uint64_t lo = piece * NODE_PIECE_BYTES, hi = lo + NODE_PIECE_BYTES, end = begin + p->from.bytes;
@@ -698,12 +700,12 @@ static int node_take_boxes(NodeWindow *w, NodeOp *o) {
         const uint64_t *table = (const uint64_t *)node_packed(w, e, q, 0);
         if (table[w->rank + 1] - table[w->rank] != b->expects[q])
             return node_misfit(o, NODE_GIVEN, q, table[w->rank + 1] - table[w->rank]);
-        if (node_is_long(e)) o->begins[q] = table[w->rank];
+        if (node_in_pieces(o, e)) o->begins[q] = table[w->rank];
     }
     for (uint32_t i = 0; i < b->parts; i++) {
         const NodePart *p = &b->part[i];
         const NodeEntry *e = node_entry(w, (int)p->owner, o->number);
-        if ((int)p->owner != w->rank && node_is_long(e)) node_take_piece(w, o, p, o->read, o->begins[p->owner] + p->packed);
+        if ((int)p->owner != w->rank && node_in_pieces(o, e)) node_take_piece(w, o, p, o->read, o->begins[p->owner] + p->packed);
         else if (!p->fold && !o->read && !node_copy_part(w, o, p, 0, node_target(o, &p->to), &p->to, 0, p->to.bytes)) return 0;
     }
     for (uint32_t i = 0; o->read + 1 == o->pieces && i < b->parts; i++)
@@ -722,7 +724,7 @@ static int node_decide_boxes(NodeWindow *w, NodeOp *o) {
         if (e->out != b->block[q]) return node_misfit(o, NODE_BLOCK, q, e->out);
         if (e->source == NODE_NOTHING) return node_misfit(o, NODE_GIVEN, q, 0);
         if (e->source == NODE_PIECED && e->in_segment > o->pieces) o->pieces = e->in_segment;
-        is_long |= node_is_long(e);
+        is_long |= e->source == NODE_PIECED && e->in_segment > 1;
     }
     if (is_long) {
         uint64_t at = ((uint64_t)w->size * 8 + 15) / 16 * 16;

@@ -51,6 +51,11 @@ RULES = {
     "refused last": "and when this rank touches nothing of what it refuses any more",
     "refused stops": "from there on nothing is posted",
     "before a mismatch": "what is before it goes on",
+    "owners only": "in an exchange of boxes a rank needs the words of its owners",
+    "readers only": "and its memory is in use until its readers have read past it",
+    "reads on": "and what it has read does not wait for its own pieces, nor they for that",
+    "fewer pieces": "and an owner may give fewer pieces than another",
+    "kept aside": "of which what is reduced when all have come is kept until then",
 }
 
 NOTHING, INLINE, SMALL = "NOTHING", "INLINE", "SMALL"
@@ -73,6 +78,8 @@ class Start:
     window: int = 0
     digest: int = 0
     state: tuple[int, ...] = (DONE,)  # how it may end on this rank
+    owners: tuple[int, ...] = ()  # of BOXES: which ranks this one takes of
+    reduces: bool = False  # and whether it reduces what it takes, when all is there
 
 
 @dataclass(frozen=True)
@@ -185,6 +192,7 @@ class Op:
         self.digest, self.start, self.number, self.first = start.digest, start, number, first
         self.state, self.culprit, self.stage = UNDER_WAY, -1, STAGE_NEW
         self.put = self.summed = self.read = self.pieces = self.written = 0
+        self.own_pieces = start.pieces if self.source == PIECED else 0
         self.named = ("op", start.window, number)
 
     def key(self) -> Any:
@@ -232,6 +240,8 @@ def needs(w: NodeWindow, o: Op, q: int) -> bool:
         return False
     if o.kind == "BARRIER":
         return True
+    if o.kind == "BOXES":
+        return q in o.start.owners
     if o.kind == "SHIFT":
         return q == (w.rank - o.root) % w.size
     return contributes(o, q)
@@ -279,7 +289,7 @@ class NodeRank(Rank):
                     if o.kind != "ALL_REDUCE":
                         value = ("in", w.rank, o.number, k, part)
                     place = ("x", w.id, w.rank, o.number, k, part)
-                    if o.state == DONE and k < o.pieces:
+                    if o.state == DONE and (o.kind == "BOXES" or k < o.pieces):
                         yield ("read", place, value)
                     yield ("write", place, USERS)
 
@@ -332,13 +342,20 @@ class NodeRank(Rank):
             yield from self.node_lacks(w, 2, q, number)
         return False
 
-    def node_all_at(self, w: NodeWindow, counter: str, at: int, what: int, number: int) -> Steps:
-        for q in w.others():
+    def node_all_at(self, w: NodeWindow, counter: str, at: int, what: int, o: Op) -> Steps:
+        for q in self.readers(w, o) if counter == "read" else w.others():
             there = yield ("load", (counter, w.id, q), "reached", at)
             if not there:
-                yield from self.node_lacks(w, what, q, number)
+                yield from self.node_lacks(w, what, q, o.number)
                 return False
         return True
+
+    def readers(self, w: NodeWindow, o: Op) -> list[int]:
+        """Who may read what this rank gives."""
+        if o.kind != "BOXES" or not self.has("readers only"):
+            return w.others()
+        started = {q: self.scenario.starts(w.node_rank[q], w.id)[: o.number] for q in w.others()}
+        return [q for q in started if any(w.rank in s.owners for s in started[q][o.number - 1 :])]
 
     def node_room(self, w: NodeWindow, at: int, what: int, number: int) -> Steps:
         least, last = AT(at + 1, 0), w.rank
@@ -399,9 +416,13 @@ class NodeRank(Rank):
 
     # -- reading and writing --------------------------------------------------------------------
 
+    def start(self, w: NodeWindow, q: int, number: int) -> Start:
+        starts: list[Start] = self.scenario.starts(w.node_rank[q], w.id)
+        return starts[number - 1]
+
     def source(self, w: NodeWindow, q: int, number: int) -> str:
         """What entry[number] of rank q says."""
-        start = self.scenario.starts(w.node_rank[q], w.id)[number - 1]
+        start = self.start(w, q, number)
         return start.source if contributes(start, q) else NOTHING
 
     def slot(self, w: NodeWindow, q: int, o: Op, k: int) -> Place | None:
@@ -442,9 +463,42 @@ class NodeRank(Rank):
                 for part in range(w.size):
                     yield from self.node_read(w, o, q, k, part, "in")
 
+    # -- boxes ----------------------------------------------------------------------------------
+
+    def given_pieces(self, w: NodeWindow, o: Op, q: int) -> int:
+        """How many pieces come from rank q: e->in_segment, if it is PIECED."""
+        return self.start(w, q, o.number).pieces if self.source(w, q, o.number) == PIECED else 0
+
+    def in_pieces(self, w: NodeWindow, o: Op, q: int) -> bool:
+        """Tell whether what is taken of rank q is taken as its pieces come."""
+        pieces = [self.given_pieces(w, o, p) for p in o.start.owners]
+        most = max(pieces) if self.has("kept aside") else self.given_pieces(w, o, q)
+        return self.source(w, q, o.number) == PIECED and most > 1
+
+    def node_take_boxes(self, w: NodeWindow, o: Op) -> Steps:
+        reduces = o.start.reduces
+        for q in o.start.owners:
+            if self.in_pieces(w, o, q):
+                if o.read < self.given_pieces(w, o, q):
+                    yield from self.node_read(w, o, q, o.read, w.rank, "in")
+            elif not reduces and not o.read:
+                yield from self.node_read(w, o, q, 0, w.rank, "in")
+        for q in o.start.owners if reduces and o.read + 1 == o.pieces else ():
+            if not self.in_pieces(w, o, q):
+                yield from self.node_read(w, o, q, 0, w.rank, "in")
+
+    def node_decide_boxes(self, w: NodeWindow, o: Op) -> Steps:
+        o.pieces = int(o.start.owners != ())
+        for q in o.start.owners:
+            yield ("read", self.entry("entry", w, q, o.number), ("entry", o.number))
+            o.pieces = max(o.pieces, self.given_pieces(w, o, q))
+
     # -- one operation --------------------------------------------------------------------------
 
     def node_decide(self, w: NodeWindow, o: Op) -> Steps:
+        if o.kind == "BOXES":
+            yield from self.node_decide_boxes(w, o)
+            return
         pieced, direct, shared = o.source == PIECED, False, True
         for q in range(w.size):
             if q != w.rank and not needs(w, o, q):
@@ -465,6 +519,8 @@ class NodeRank(Rank):
         for q in range(w.size):
             if not needs(w, o, q) or self.source(w, q, o.number) != PIECED:
                 continue
+            if k >= self.given_pieces(w, o, q) and self.has("fewer pieces"):
+                continue
             there = yield ("load", ("put", w.id, q), "reached", AT(o.number, k + 1))
             if not there:
                 yield from self.node_lacks(w, 2, q, o.number)
@@ -472,7 +528,7 @@ class NodeRank(Rank):
         return True
 
     def node_put_pieces(self, w: NodeWindow, o: Op) -> Steps:
-        while o.put < o.pieces:
+        while o.put < o.own_pieces:
             slot = (o.first + o.put) % self.scenario.pieces
             need = w.piece_used[slot] if self.has("room for pieces") else 0
             room = yield from self.node_room(w, need, 1, o.number)
@@ -511,7 +567,7 @@ class NodeRank(Rank):
             all_at = True
             if self.has("all summed"):
                 at = AT(o.number, o.read + 1)
-                all_at = yield from self.node_all_at(w, "summed", at, 2, o.number)
+                all_at = yield from self.node_all_at(w, "summed", at, 2, o)
             if all_at:
                 if not self.has("read last"):
                     yield from self.count("read", w, AT(o.number, o.read + 1))
@@ -533,7 +589,7 @@ class NodeRank(Rank):
             if w.unposted <= o.number:
                 return False
             for q in w.others():
-                if needs(w, o, q):
+                if needs(w, o, q) or not self.has("owners only"):
                     there = yield from self.node_posted(w, q, o.number)
                     if not there:
                         return False
@@ -545,9 +601,21 @@ class NodeRank(Rank):
             pieced = o.source == PIECED
             if pieced:
                 yield from self.node_put_pieces(w, o)
-                if not taking and o.put < o.pieces:
+                if not taking and o.put < o.own_pieces:
                     return False
-            if taking and o.written:
+            if o.kind == "BOXES":
+                while o.read < o.pieces:
+                    if pieced:
+                        yield from self.node_put_pieces(w, o)
+                    there = yield from self.node_pieces_there(w, o, o.read)
+                    if not there:
+                        return False
+                    yield from self.node_take_boxes(w, o)
+                    o.read += 1
+                    yield from self.count("read", w, AT(o.number, o.read))
+                if o.put < o.own_pieces and not self.has("reads on"):
+                    return False
+            elif taking and o.written:
                 while o.read < o.pieces:
                     if pieced:
                         yield from self.node_put_pieces(w, o)
@@ -567,13 +635,17 @@ class NodeRank(Rank):
                     o.read += 1
                     if o.read < o.pieces:
                         yield from self.count("read", w, AT(o.number, o.read))
-                if pieced and o.put < o.pieces:
+                if pieced and o.put < o.own_pieces:
                     return False
             o.stage = STAGE_AFTER
             yield from self.count("read", w, AT(o.number + 1, 0))
+        if o.kind == "BOXES" and o.source == PIECED:
+            yield from self.node_put_pieces(w, o)
+            if o.put < o.own_pieces:
+                return False
         if o.source in (SHARED, REMOTE) and o.written != 2 and self.has("in place"):
             at = AT(o.number + 1, 0)
-            through = yield from self.node_all_at(w, "read", at, 2, o.number)
+            through = yield from self.node_all_at(w, "read", at, 2, o)
             return through
         return True
 
@@ -582,7 +654,7 @@ class NodeRank(Rank):
             return True
         if not self.has("in place, refused"):
             return True
-        for q in w.others():
+        for q in self.readers(w, o):
             at = AT(o.number + 1, 0)
             out = yield ("load", ("read", w.id, q), "reached", at)
             if not out:

@@ -14,6 +14,7 @@ from tests.unit.core.node_model import (
     INLINE,
     LOST,
     MISMATCH,
+    NOTHING,
     PIECED,
     REMOTE,
     RULES,
@@ -110,6 +111,42 @@ SEEN_NEXT = NodeScenario(
     )
 )
 
+BOXES = Start("BOXES", NOTHING)  # that gives and takes nothing
+MUTUAL = replace(BOXES, source=INLINE, owners=(1,)), replace(BOXES, source=INLINE, owners=(0,))
+# The third gives them nothing, nor takes of them.
+ONCE = [(start, Wait(0)) for start in MUTUAL]
+TWO_OF_THREE = spinning(NodeScenario((*ONCE, (LEAVE,))))
+IN_PLACE = [(replace(start, source=SHARED), Wait(0)) for start in MUTUAL]
+IN_PLACE_OF_THREE = replace(TWO_OF_THREE, programs=(*IN_PLACE, (LEAVE,)))
+# The first reads nothing: its second piece waits for no reading of its own.
+GIVES_ALONE = NodeScenario(
+    (
+        (replace(BOXES, source=PIECED, pieces=2), Wait(0)),
+        (replace(BOXES, owners=(0,)), Wait(0)),
+    ),
+    pieces=1,
+)
+# The second has written over its piece when the third has put its last one.
+TAKES_BOTH = replace(BOXES, owners=(1, 2))
+GIVE_FEWER = spinning(
+    NodeScenario(
+        (
+            (TAKES_BOTH, Wait(0)),
+            (replace(BOXES, source=PIECED), Wait(0)),
+            (replace(BOXES, source=PIECED, pieces=2), Wait(0)),
+        ),
+        pieces=1,
+    )
+)
+REDUCE_FEWER = replace(
+    GIVE_FEWER,
+    programs=(
+        (replace(TAKES_BOTH, reduces=True), BOXES, Wait(0)),
+        (replace(BOXES, source=PIECED), replace(BOXES, source=PIECED), Wait(1)),
+        (replace(BOXES, source=PIECED, pieces=2), BOXES, Wait(0)),
+    ),
+)
+
 # A scenario for each rule that fails without it; under "arm" where x86 does not need it.
 NEEDED = {
     "word last": ONE_SLOT,
@@ -143,6 +180,11 @@ NEEDED = {
     "refused last": LEFT_MIXED,
     "refused stops": STOPPED,
     "before a mismatch": LEFT_BEFORE_IT_READ,
+    "owners only": TWO_OF_THREE,
+    "readers only": IN_PLACE_OF_THREE,
+    "reads on": GIVES_ALONE,
+    "fewer pieces": GIVE_FEWER,
+    "kept aside": REDUCE_FEWER,
 }
 OF_ARM = ("word release", "word acquire", "counter release", "sleep fence")
 
@@ -154,6 +196,19 @@ def fails_without(rule, order):
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_is_needed(rule):
     assert fails_without(rule, "arm" if rule in OF_ARM else "tso")
+
+
+BOXES_NEED = {
+    "in place": IN_PLACE_OF_THREE,
+    "put first": GIVE_FEWER,
+    "room for pieces": GIVE_FEWER,
+    "counter release": GIVE_FEWER,
+}
+
+
+@pytest.mark.parametrize("rule", BOXES_NEED)
+def test_exchanges_of_boxes_need_the_rules_of_others(rule):
+    assert explore(BOXES_NEED[rule], without=rule, order="arm")[1]
 
 
 @pytest.mark.parametrize("rule", OF_ARM)
@@ -190,6 +245,15 @@ def test_sums_of_arrays_that_lie_in_different_places(sources, ranks):
         holds(NodeScenario((programs[0], *programs), sleeps=False), "arm")
 
 
+def ring_of_boxes(*given, **options):
+    """Each rank takes so many pieces of the next one."""
+    starts = [
+        replace(BOXES, source=PIECED, pieces=n, owners=((q + 1) % len(given),))
+        for q, n in enumerate(given)
+    ]
+    return spinning(NodeScenario(tuple((start, Wait(0)) for start in starts), **options))
+
+
 THREE_RANKS = {
     "sums": all_ranks(3, SUM, Wait(0)),
     "sums of pieces": spinning(all_ranks(3, PIECES, Wait(0))),
@@ -197,6 +261,12 @@ THREE_RANKS = {
     "in place": all_ranks(3, SHARED_BROADCAST, Wait(0)),
     "in place, left": replace(LEFT_IN_PLACE, sleeps=True),
     "one slot of all pieces": spinning(all_ranks(3, PIECES, Wait(0), pieces=1)),
+    "a ring of boxes": ring_of_boxes(1, 2, 3, pieces=1),
+    "a ring of boxes in place": spinning(
+        NodeScenario(
+            tuple((replace(BOXES, source=SHARED, owners=(q,)), Wait(0)) for q in (1, 2, 0))
+        )
+    ),
 }
 
 
@@ -204,6 +274,15 @@ THREE_RANKS = {
 def test_three_ranks(name):
     # The broadcasts without room alone have more states than these.
     holds(THREE_RANKS[name], "arm", limit=160_000)
+
+
+def with_owners(start, ranks, me, rng):
+    """Return an exchange of boxes with some of the other ranks, which give one piece or two."""
+    if start.kind != "BOXES":
+        return start
+    owners = tuple(q for q in range(ranks) if q != me and rng.random() < 0.6)
+    pieces = rng.choice([1, 2]) if start.source == PIECED else 1
+    return replace(start, pieces=pieces, owners=owners, reduces=rng.random() < 0.5)
 
 
 def random_scenario(rng):
@@ -215,13 +294,17 @@ def random_scenario(rng):
     state = (DONE,) if leaver is None else (DONE, LOST)
     for _ in range(rng.randint(1, 3)):
         window = rng.choice([0, 0, 1])
-        kind = rng.choice(["ALL_REDUCE"] * 3 + ["BARRIER", "REDUCE", "BROADCAST", "SHIFT"])
+        kinds = ["ALL_REDUCE"] * 3 + ["BARRIER", "REDUCE", "BROADCAST", "SHIFT"] + ["BOXES"] * 4
+        kind = rng.choice(kinds)
         sources = rng.choice([(INLINE,), (SMALL,), (PIECED,), (SHARED, SMALL), (SHARED, PIECED)])
         pieces = rng.choice([1, 2]) if PIECED in sources else 1
         root = rng.randrange(len(windows[window]))
         for rank in windows[window]:
             source = rng.choice(sources)
-            programs[rank].append(Start(kind, source, pieces, root, window, state=state))
+            start = Start(kind, source, pieces, root, window, state=state)
+            programs[rank].append(
+                with_owners(start, len(windows[window]), windows[window].index(rank), rng)
+            )
     for rank, program in enumerate(programs):
         waits = [Wait(i) for i in range(len(program))]
         rng.shuffle(waits)
