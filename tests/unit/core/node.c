@@ -41,7 +41,7 @@ static int engine(Rank *r) {
     return 0;
 }
 
-typedef struct { NodeOp op; NodeWindow *w; int window, live, kind, style, root; long n; uint64_t id; char *in, *out; size_t heap, out_bytes; int unequal; uint64_t table[4][MAX_R]; } Job;
+typedef struct { NodeOp op; NodeWindow *w; int window, live, kind, style, root; long n; uint64_t id; char *in, *out; size_t heap, out_bytes; int unequal; uint64_t table[4][MAX_R]; struct Exchange *exchange; } Job;
 
 static int64_t value(uint64_t id, int member, long i) { return (int64_t)(mix(id * 1000003u + (uint64_t)member * 7919u + (uint64_t)i) >> 40); }
 
@@ -66,8 +66,126 @@ static void set_tables(Job *j) {
     if (gathers(j->kind)) j->op.out_at = j->table[2], j->op.out_bytes = j->table[3];
 }
 
+/* An exchange of boxes of blocks of so many rows and columns: all of it follows from the number of the job. */
+enum { TAKES = 3, NO_MISFIT = 0, OTHER_BLOCK, GIVES_MORE, GIVES_NOTHING };
+typedef struct { long row, col, rows, cols, to_row, to_col; int owner[MAX_R], count; } Taken; /* the same box of each owner, summed */
+typedef struct Exchange {
+    NodeBoxes b;
+    long rows, cols, height; /* of a block, and of the target, which is two columns wider */
+    int takes, misfit, bad;  /* which rank has another block than the others think, or gives them something else */
+    Taken take[TAKES];
+    int boxes;
+    uint64_t dims[2 * (3 * TAKES + 1) * MAX_R], give_at[MAX_R + 1], table[MAX_R + 2], expects[MAX_R], block[MAX_R];
+    NodePart part[TAKES * MAX_R];
+    NodeBox give[(TAKES + 1) * MAX_R];
+    uint8_t owner[MAX_R], reader[MAX_R];
+    const void *in[MAX_R];
+    char *beside[1];
+} Exchange;
+
+/* What rank r takes. Often one rank is read by nobody, and some read nobody. */
+static int list_takes(const Job *j, const Exchange *x, int r, Taken *take, long *height) {
+    int size = j->w->size, takes = 0, unread = (int)(mix(j->id * 17) % (uint64_t)(2 * size));
+    uint64_t s = mix(j->id * 131 + (uint64_t)r);
+    *height = 1;
+    for (int most = (int)(rng(&s) % (TAKES + 1)); most--;) {
+        uint64_t a = rng(&s), b = rng(&s), c = rng(&s), d = rng(&s);
+        Taken *t = &take[takes];
+        t->rows = 1 + (long)(a % (uint64_t)x->rows), t->cols = b % 3 ? 1 + (long)((b >> 8) % (uint64_t)x->cols) : x->cols;
+        t->row = (long)((a >> 32) % (uint64_t)(x->rows - t->rows + 1)), t->col = (long)((b >> 32) % (uint64_t)(x->cols - t->cols + 1));
+        t->to_row = *height - 1, t->to_col = (long)(c % (uint64_t)(x->cols + 3 - t->cols)), t->count = 0;
+        for (int i = d % 2 ? 1 : 1 + (int)((d >> 8) % (uint64_t)size), q = (int)((d >> 16) % (uint64_t)size); i--; q = (q + 1) % size)
+            if (q != unread) t->owner[t->count++] = q;
+        if (t->count) takes++, *height += t->rows + (long)(c >> 63);
+    }
+    return takes;
+}
+
+static NodeBox box_of(Exchange *x, long row, long col, long rows, long cols, long width) {
+    uint64_t *dims = x->dims + 2 * x->boxes++;
+    int whole = cols == width;
+    dims[0] = (uint64_t)rows, dims[1] = (uint64_t)width * 8;
+    return (NodeBox){.at = (uint64_t)(row * width + col) * 8, .run = (uint64_t)(whole ? rows * cols : cols) * 8, .bytes = (uint64_t)(rows * cols) * 8, .dims = dims, .n = !whole};
+}
+
+static void set_gives(Job *j, Exchange *x) {
+    NodeBoxes *b = &x->b;
+    int me = j->w->rank;
+    uint64_t n = 0;
+    b->table[0] = b->head;
+    for (int r = 0; r < j->w->size; r++) {
+        Taken take[TAKES];
+        long height;
+        b->give_at[r] = n;
+        for (int t = 0, takes = list_takes(j, x, r, take, &height); t < takes && r != me; t++)
+            for (int i = 0; i < take[t].count; i++)
+                if (take[t].owner[i] == me && !(x->misfit == GIVES_NOTHING && x->bad == me))
+                    b->give[n++] = box_of(x, take[t].row, take[t].col, take[t].rows, take[t].cols, x->cols);
+        if (r != me && x->misfit == GIVES_MORE && x->bad == me) b->give[n++] = box_of(x, 0, 0, 1, 1, x->cols);
+        b->table[r + 1] = b->table[r], b->reader[r] = n > b->give_at[r];
+        for (uint64_t i = b->give_at[r]; i < n; i++) b->table[r + 1] += b->give[i].bytes;
+    }
+    b->give_at[j->w->size] = n;
+}
+
+static Exchange *new_exchange(Job *j) {
+    Exchange *x = calloc(1, sizeof *x);
+    NodeBoxes *b = &x->b;
+    uint64_t a = mix(j->id * 7), size = (uint64_t)j->w->size;
+    x->cols = 1 + (long)(a % 40), x->rows = 1 + j->n / x->cols;
+    if ((a >> 8) % 6 == 0) x->misfit = 1 + (int)((a >> 16) % 3), x->bad = (int)((a >> 24) % size);
+    b->part = x->part, b->give = x->give, b->give_at = x->give_at, b->table = x->table, b->expects = x->expects;
+    b->block = x->block, b->owner = x->owner, b->reader = x->reader, b->in = x->in;
+    b->ranks = (uint32_t)size, b->item = 8, b->head = (8 * (size + 1) + 15) / 16 * 16;
+    for (int q = 0; q < j->w->size; q++) b->block[q] = (uint64_t)(x->rows * x->cols) * 8;
+    b->mine = b->block[0] + (x->misfit == OTHER_BLOCK && x->bad == j->w->rank);
+    set_gives(j, x);
+    x->takes = list_takes(j, x, j->w->rank, x->take, &x->height);
+    for (int k = 0; k < x->takes; k++) {
+        Taken *t = &x->take[k];
+        int beside = k > 0 && k == x->takes - 1; /* the last one goes into an array that begins where the first of it does */
+        for (int i = 0; i < t->count; i++) {
+            NodePart *p = &b->part[b->parts++];
+            p->from = box_of(x, t->row, t->col, t->rows, t->cols, x->cols);
+            p->to = box_of(x, beside ? 0 : t->to_row, t->to_col, t->rows, t->cols, x->cols + 2), p->to.base = (uint32_t)beside;
+            p->owner = (uint32_t)t->owner[i], p->count = i ? 0 : (uint32_t)t->count, p->packed = b->expects[p->owner];
+            b->owner[p->owner] = 1, b->expects[p->owner] += p->to.bytes;
+            if (t->count > 1) p->fold = sum_i64, p->aside = b->aside, b->aside += p->to.bytes;
+        }
+    }
+    b->step = 8 * (1 + (a >> 32) % 5000);
+    b->room = malloc((size + 1) * b->step);
+    return x;
+}
+
+static int check_boxes(Rank *r, Job *j) {
+    Exchange *x = j->exchange;
+    NodeOp *o = &j->op;
+    int *m = members[j->window];
+    int64_t *want = malloc(j->out_bytes), *got = (int64_t *)j->out;
+    memset(want, 0x77, j->out_bytes);
+    int misfit = x->bad != j->w->rank && x->b.owner[x->bad] ? x->misfit : 0;
+    uint64_t seen = misfit == OTHER_BLOCK ? x->b.block[0] + 1 : misfit == GIVES_MORE ? x->b.expects[x->bad] + 8 : 0;
+    int wrong = o->misfit != (misfit == 0 ? 0 : misfit == OTHER_BLOCK ? NODE_BLOCK : NODE_GIVEN) || (misfit && (o->culprit != x->bad || o->seen != seen));
+    for (int k = 0; k < x->takes && !misfit; k++) { /* in a misfit nothing is written */
+        Taken *t = &x->take[k];
+        for (long i = 0; i < t->rows * t->cols; i++) {
+            long row = i / t->cols, col = i % t->cols;
+            int64_t *to = &want[(t->to_row + row) * (x->cols + 2) + t->to_col + col];
+            *to = 0;
+            for (int q = 0; q < t->count; q++) *to += value(j->id, m[t->owner[q]], (t->row + row) * x->cols + t->col + col);
+        }
+    }
+    long at = 0, end = (long)j->out_bytes / 8;
+    while (at < end && want[at] == got[at]) at++;
+    if (wrong || at < end) fprintf(stderr, "rank %d: window %d number %lu boxes style %d source %d n %ld misfit %d of %d, not %d of %d; at %ld of %ld\n", r->rank, j->window, (unsigned long)o->number, j->style, o->source, j->n, o->misfit, o->culprit, misfit, x->bad, at, end);
+    free(want), free(x->b.room), free(x);
+    return wrong || at < end;
+}
+
 static int check(Rank *r, Job *j) {
     NodeWindow *w = j->w;
+    if (j->exchange) return check_boxes(r, j);
     int64_t *out = (int64_t *)j->out;
     int *m = members[j->window];
     if (gathers(j->kind) && (j->kind != NODE_GATHER || w->rank == j->root)) {
@@ -283,6 +401,49 @@ static int start_common(Rank *r) {
     return 0;
 }
 
+/* Rank 0 sums a box of rank 1, who gives it in one piece, and of rank 2, who gives many: the last one not before rank 1
+ * has written over its own. */
+static void *fewer(void *arg) {
+    enum { A = 2000, B = 6 * NODE_PIECE_BYTES / 8 };
+    static const struct { int number, owner, count; long begin, n; } taken[] = {{1, 1, 2, 0, A}, {1, 2, 0, 0, A}, {1, 2, 1, A, B}, {2, 1, 1, A, B}};
+    Rank *r = arg;
+    engine(r);
+    int64_t *in = malloc((A + B) * 8), *out = calloc(A + B, 8);
+    NodeOp o[2];
+    intptr_t wrong = 0;
+    memset(o, 0, sizeof o);
+    for (long i = 0; i < A + B; i++) in[i] = value(1, r->rank, i);
+    for (int k = 0; k < 2; k++) {
+        Exchange *x = calloc(1, sizeof *x);
+        x->b = (NodeBoxes){.part = x->part, .give = x->give, .give_at = x->give_at, .table = x->table, .expects = x->expects, .block = x->block, .owner = x->owner, .reader = x->reader, .in = x->in, .ranks = 3, .item = 8, .head = 32, .mine = 1, .step = 4096, .room = malloc(3 * 4096)};
+        for (int q = 0; q < 3; q++) x->block[q] = 1;
+        uint64_t n = 0, bytes = 32;
+        for (size_t t = 0; t < sizeof taken / sizeof *taken; t++) {
+            int q = taken[t].owner;
+            if (taken[t].number != k + 1 || (r->rank && r->rank != q)) continue;
+            NodeBox box = box_of(x, 0, taken[t].begin, 1, taken[t].n, A + B);
+            if (r->rank) { x->give[n++] = box, bytes += box.bytes, x->reader[0] = 1; continue; }
+            x->part[x->b.parts++] = (NodePart){.to = box, .from = box, .packed = x->expects[q], .aside = x->b.aside, .owner = (uint32_t)q, .count = (uint32_t)taken[t].count, .fold = taken[t].n == A ? sum_i64 : 0};
+            x->expects[q] += box.bytes, x->owner[q] = 1, x->b.aside += taken[t].n == A ? box.bytes : 0;
+        }
+        x->table[0] = 32;
+        for (int q = 1; q <= 3; q++) x->give_at[q] = n, x->table[q] = bytes;
+        o[k].kind = NODE_BOXES, o[k].item = 8, o[k].digest = 9, o[k].in = (char *)in, o[k].out = (char *)out, o[k].boxes = &x->b;
+        node_start(&r->w[0], &o[k]);
+    }
+    if (r->rank == 2) {
+        node_pass(r->e); /* the four pieces that find room */
+        while (atomic_load(&r->w[0].lane[1]->at.put) < NODE_AT(2, 4)) sched_yield();
+    }
+    for (int k = 0; k < 2; k++) {
+        while (!node_wait(r->e, &o[k].state)) {}
+        wrong |= o[k].state != NODE_DONE || o[k].misfit;
+    }
+    for (long i = 0; i < A + B && r->rank == 0; i++) wrong |= out[i] != value(1, 1, i) + (i < A ? value(1, 2, i) : 0);
+    node_leave(r->e);
+    return (void *)wrong;
+}
+
 static const long LENGTHS[] = {0, 1, 1, 1, 2, 9, 10, 100, 1000, 1024, 1025, 3000, 20000, 50000, 200001};
 
 static void *program(void *arg) {
@@ -296,7 +457,7 @@ static void *program(void *arg) {
     for (uint64_t step = 0; step < (uint64_t)r->programs * 40; step++) {
         /* alike on all ranks */
         uint64_t a = rng(&same), b = rng(&same), c = rng(&same), d = rng(&same);
-        int wi = r->common ? 2 * r->thread + (int)(a % 2) : (int)(a % WINDOWS), style = (int)((b >> 8) % 6), kind = (int)(b % 10);
+        int wi = r->common ? 2 * r->thread + (int)(a % 2) : (int)(a % WINDOWS), style = (int)((b >> 8) % 6), kind = (int)(b % 14) < NODE_BOXES ? (int)(b % 14) : NODE_BOXES;
         long n = LENGTHS[c % (sizeof LENGTHS / sizeof *LENGTHS)];
         if (d % 4) n = n > 3000 ? n % 3001 : n;
         NodeWindow *w = &r->w[wi];
@@ -316,10 +477,14 @@ static void *program(void *arg) {
             j->w = w, j->window = wi, j->live = 1, j->kind = kind, j->style = style, j->n = kind == NODE_BARRIER ? 0 : n, j->id = step;
             j->root = kind == NODE_SHIFT ? (int)((d >> 24) % 5) - 2 : (int)((d >> 24) % (uint64_t)w->size);
             if (blocks > 1 || gathers(kind)) j->unequal = (d >> 32) % 8 == 0 ? 2 : (int)((d >> 32) % 2);
-            size_t in_bytes = (size_t)(n * blocks + j->unequal * blocks) * 8, out_bytes = j->out_bytes = (size_t)((n + !!j->unequal) * outs) * 8;
+            Exchange *x = j->exchange = kind == NODE_BOXES ? new_exchange(j) : 0;
+            long own_n = x ? x->rows * x->cols : n;
+            size_t in_bytes = (size_t)(own_n * blocks + j->unequal * blocks) * 8;
+            size_t out_bytes = j->out_bytes = (size_t)(x ? x->height * (x->cols + 2) : (n + !!j->unequal) * outs) * 8;
             /* 1: shared on all; 2: remote on all; 3: shared on some; 4: remote on some */
             int s = style == 1 || (style == 3 && rng(&own) % 2) ? NODE_SHARED : (style == 2 || (style == 4 && rng(&own) % 2)) && !threads ? NODE_REMOTE : 0;
             if (n * blocks * 8 <= 1024) s = 0; /* the plan's rule: alike on all */
+            if (x && x->misfit == GIVES_MORE) s = 0; /* which is seen of what is packed */
             if (s == NODE_SHARED && heap + in_bytes + out_bytes + 256 > heap_end) s = NODE_NOTHING;
             if (s == NODE_SHARED) {
                 j->in = mine + heap, heap += (in_bytes + 127) & ~(size_t)127;
@@ -331,16 +496,17 @@ static void *program(void *arg) {
             }
             if (j->out != j->in) memset(j->out, 0x77, out_bytes);
             for (int b = 0; b < blocks; b++)
-                for (long i = 0; i < n; i++) ((int64_t *)j->in)[(blocks > 1 ? in_place(j, b) : 0) + i] = value(step, r->rank, b * n + i);
+                for (long i = 0; i < own_n; i++) ((int64_t *)j->in)[(blocks > 1 ? in_place(j, b) : 0) + i] = value(step, r->rank, b * n + i);
             NodeOp *o = &j->op;
             o->in = j->in, o->out = j->out, o->unit = (uint64_t)j->n * 8, o->fold = sum_i64, o->item = 8;
             o->digest = (uint32_t)mix((uint64_t)kind * 100000u + (uint64_t)n), o->kind = (uint8_t)kind, o->root = (int16_t)j->root, o->source = (uint8_t)s;
             if (j->unequal) set_tables(j);
+            if (x) o->boxes = &x->b, o->beside = x->beside, x->beside[0] = j->out + (x->takes ? x->take[x->takes - 1].to_row * (x->cols + 2) * 8 : 0);
             if (s == NODE_SHARED) o->in_place = (uint64_t)(j->in - mine), o->out_place = (uint64_t)(j->out - mine);
             if (s == NODE_REMOTE) o->in_place = (uint64_t)(uintptr_t)j->in, o->out_place = (uint64_t)(uintptr_t)j->out;
             pending++;
-            /* A small one that is posted has been copied: the caller may write x. */
-            if (node_start(w, o) && s == 0 && in_bytes <= NODE_SMALL_BYTES && j->in != j->out) memset(j->in, 0x55, in_bytes);
+            /* A small one that is posted has been copied: the caller may write x. Boxes of its own are read later. */
+            if (node_start(w, o) && s == 0 && !x && in_bytes <= NODE_SMALL_BYTES && j->in != j->out) memset(j->in, 0x55, in_bytes);
         }
         if (flush || heap > heap_end - (16 << 20)) {
             for (int k = 0; k < MAX_PENDING; k++)
@@ -376,7 +542,7 @@ int main(int argc, char **argv) {
     uint64_t seed = strtoull(argv[3], 0, 10);
     int pairing = has_word(argc, argv, "pairs");
     lates = has_word(argc, argv, "late");
-    static const struct { const char *word; void *(*work)(void *); } others[] = {{"bench", bench}, {"mismatch", mismatch}, {"bells", bells}, {"texts", texts}, {"pairs", pair}};
+    static const struct { const char *word; void *(*work)(void *); } others[] = {{"bench", bench}, {"mismatch", mismatch}, {"bells", bells}, {"texts", texts}, {"fewer", fewer}, {"pairs", pair}};
     void *(*work)(void *) = program;
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) if (has_word(argc, argv, others[i].word)) work = others[i].work;
     heaps = shared_memory((size_t)HEAP * (size_t)ranks);

@@ -2,7 +2,8 @@
 
 Each program starts up to 40 operations of all kinds at a time, on four overlapping windows, of
 ordinary, shared and foreign memory, and resolves them in an order of its own on each rank; values
-are compared with closed formulas: see node.c.
+are compared with closed formulas: see node.c. In exchanges of boxes each rank copies and sums boxes
+of the blocks of some, and in some of them a rank has another block, or gives something else.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ def test_a_mismatch_is_seen_by_every_rank(node):
         node.succeeds(kind, 3, 1, 1, "mismatch")
 
 
+def test_a_box_that_comes_in_one_piece_beside_many_of_another_rank(node):
+    for kind in ("threads", "procs"):
+        node.succeeds(kind, 3, 1, 1, "fewer")
+
+
 @pytest.mark.parametrize("env", [None, {"SLEEPY": "1"}])
 @pytest.mark.parametrize("kind", ["threads", "procs"])
 def test_two_threads_of_each_rank(node, kind, env):
@@ -64,3 +70,4 @@ def test_sanitizers_find_nothing(sanitized):
         sanitized("node.c", kind, 3, 1, 2, "late")
         sanitized("node.c", kind, 2, 1, 2, "pairs")
         sanitized("node.c", kind, 2, 1, 1, "texts")
+        sanitized("node.c", kind, 3, 1, 1, "fewer")
