@@ -18,13 +18,14 @@ import builtins
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from mpimesh import errors
 from mpimesh.arguments import digest_bits, plain_text, rank_names, ranks_by_value
-from mpimesh.comm import Communicator, Steps
+from mpimesh.comm import Communicator, Steps, run_steps
 from mpimesh.comm.signatures import digest_of, explained, mismatch
 from mpimesh.core.call import Ledger
 from mpimesh.core.node import Operation
@@ -53,6 +54,7 @@ def agree(
     *,
     problem: Exception | None = None,
     stack: tuple[str, ...] = (),
+    ends: Sequence[Ledger] = (),
 ) -> list[Any]:
     """Give every rank the values of all ranks, in rank order, or raise the same error on all.
 
@@ -64,6 +66,8 @@ def agree(
         value: This rank's value: what JSON can say.
         problem: Why this rank refuses; None if it does not.
         stack: The places that led to the call, where they must agree, too.
+        ends: Those of communicators on which this rank starts nothing more before it has agreed: a
+            rank of its node that waits for it in a collective there is told, and so is this rank.
 
     Raises:
         MismatchError: On every rank, naming each rank's call, if these differ.
@@ -78,9 +82,11 @@ def agree(
     ledger = progress.ledger_of(communicator)
     note = None if problem is None else [_known_kind(problem), str(problem)]
     mine = json.dumps([value, note]).encode()
-    call = what if isinstance(what, Call) else Call(what, ledger.name.rpartition("/")[2])
+    call = what if isinstance(what, Call) else Call(what, _group_of(ledger))
     steps = compare(communicator, call, call.shape, mine=mine, stack=stack)
     number, steps, look = announce(ledger, "agreement", steps, call)
+    if ends:
+        look = _announce_ends(progress, ends, call.name, look)
     request = progress.stage(communicator, steps)
     try:
         with progress.keeping(problem):
@@ -180,7 +186,7 @@ def announce(
     communicator, node = ledger.communicator, ledger.communicator.node
     if node is None or ledger.mail is not None:  # with checks on they compare more
         return number, steps, None
-    group = ledger.name.rpartition("/")[2] if call is None else call.group
+    group = _group_of(ledger) if call is None else call.group
     text = "" if call is None else f"{call.name}() on group {call.group!r}"
     posted: list[Operation] = []
 
@@ -194,6 +200,58 @@ def announce(
         return (yield from steps)
 
     return number, compared(), look
+
+
+def _announce_ends(
+    progress: Progress,
+    ends: Sequence[Ledger],
+    name: str,
+    look_too: Callable[[], None] | None,
+) -> Callable[[], None]:
+    """Post that this rank starts nothing on these communicators before `name()` of their mesh.
+
+    Returns:
+        What raises if a rank of this node has started something there instead; it calls `look_too`.
+    """
+    digest, text = _end_of(name)
+    posted: list[tuple[Ledger, Operation]] = []
+
+    def post(ledger: Ledger) -> Operation:
+        operation: Operation = ledger.communicator.node.post(digest, ledger.started + 1)
+        posted.append((ledger, operation))
+        return operation
+
+    def look() -> None:
+        for ledger, operation in posted:
+            node = ledger.communicator.node
+            # Who has met another mismatch before may end the mesh all the same.
+            if operation.differs() and digest in (node.difference or (0, ()))[1]:
+                raise mismatch(node, ledger.communicator.node_ranks, _group_of(ledger))
+        if look_too is not None:
+            look_too()
+
+    for ledger in ends:
+        communicator, node = ledger.communicator, ledger.communicator.node
+        if node is None or node.difference:
+            continue
+        node.tell(digest, text)
+        if progress.busy(communicator):
+            progress.stage(communicator, run_steps(partial(post, ledger)))
+        else:
+            post(ledger)
+    return look
+
+
+@cache
+def _end_of(name: str) -> tuple[int, bytes]:
+    """Return the digest and the text of what ends a mesh."""
+    text = f"{name}() of the mesh".encode()
+    return digest_bits(text, 32) or 1, text
+
+
+def _group_of(ledger: Ledger) -> str:
+    """Return the name of the first group that has this ledger."""
+    return str(ledger.name).rpartition("/")[2]
 
 
 # -- the protocol ----------------------------------------------------------------------------------

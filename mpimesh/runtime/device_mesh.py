@@ -565,6 +565,9 @@ class DeviceMesh:
         Raises:
             UnresolvedError: On every rank, naming the operations, if any rank has results that
                 are not resolved. The mesh stays open, so that they can be.
+            MismatchError: If a rank of this node waits in a collective of a group meanwhile, there
+                and here. The mesh is closed on this rank, but with ``MPIMESH_CHECKS`` on, which
+                tell it to every rank.
         """
         self._core.close()
 

@@ -167,6 +167,10 @@ class LiveGroups:
             if (one := self._ledger_of(family)) is not None and one.mail is not None
         ]
 
+    def ledgers(self) -> list[Ledger]:
+        """Return those of this rank's communicators."""
+        return [one for each in self._families if (one := self._ledger_of(each)) is not None]
+
     @property
     def names(self) -> list[str]:
         """Names of all groups, in the order of their making."""
@@ -506,6 +510,7 @@ def refuse_unfinished(
     unended: bool,
     unread: int,
     mails: Mails,
+    ends: Sequence[Ledger] = (),
 ) -> bool:
     """Raise on all ranks if any has open work, or a message was sent that nobody has received.
 
@@ -520,6 +525,7 @@ def refuse_unfinished(
         unended: Whether something may be under way that this rank does not wait for any more.
         unread: Messages that it has sent, less those that it has begun to receive.
         mails: The communicators of which all messages must have been received.
+        ends: See :func:`~mpimesh.runtime.agreement.agree`.
 
     Returns:
         Whether something may yet be under way, alike on all ranks: what one keeps, the others must
@@ -529,7 +535,7 @@ def refuse_unfinished(
         UnresolvedError: On every rank, if any has open work.
         MismatchError: On every rank, if a message was not received.
     """
-    rows = agree(ranks, call, [unresolved, unended, unread])
+    rows = agree(ranks, call, [unresolved, unended, unread], ends=ends)
     open_work = "\n".join(
         f"  rank {rank}: {text}"
         for rank, (texts, *_) in zip(members, rows, strict=True)

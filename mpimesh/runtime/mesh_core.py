@@ -14,10 +14,12 @@ import numpy as np
 
 from mpimesh.arguments import shown
 from mpimesh.caches import Cache
+from mpimesh.core.call import Ledger
 from mpimesh.errors import (
     ClosedError,
     GroupError,
     MeshError,
+    MismatchError,
     MpimeshError,
     RankError,
     SharedGpuWarning,
@@ -270,7 +272,12 @@ class MeshCore:
         context = self.context
         if self.closed or context.forked:
             return
-        self._refuse_unfinished("close", "closed", leaving=leaving)
+        try:
+            self._refuse_unfinished("close", "closed", leaving=leaving)
+        except MismatchError as error:
+            if not error.agreed:  # the others may be anywhere, and are not to wait for this rank
+                self.leave(error)
+            raise
         self.closed = context.closed = True
         with context.progress.watched(Call("close", WORLD), context.communicator):
             if self.groups is not None:
@@ -314,12 +321,14 @@ class MeshCore:
         context, control, call = self.context, self.context.communicator, Call(action, WORLD)
         while context.before_close and not leaving:
             context.before_close.pop()()
-        everyone, mails = range(control.size), list[Any]()
+        everyone, mails, ends = range(control.size), list[Any](), list[Ledger]()
+        # A rank that goes on in a group while others stop gets an answer.
+        if self.groups is not None and context.settings.checks:
+            agree(self.groups, call)
+            mails += self.groups.mails()
+        elif self.groups is not None and not leaving:
+            ends = self.groups.ledgers()
         if context.settings.checks:
-            if self.groups is not None:
-                # Found here, a rank that goes on while the others stop gets an answer.
-                agree(self.groups, call)
-                mails += self.groups.mails()
             mails.append((tuple(everyone), context.ledger.name, context.ledger.mail))
         context.unended = refuse_unfinished(
             context,
@@ -330,6 +339,7 @@ class MeshCore:
             unended=context.unended,
             unread=context.unread,
             mails=[] if leaving else mails,
+            ends=ends,
         )
 
 

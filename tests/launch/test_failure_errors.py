@@ -41,6 +41,20 @@ def test_a_mismatch_of_all_ranks_is_told_once(launch, within):
     assert result.stderr.count("MismatchError:") == 1, str(result)
 
 
+def test_a_rank_that_waits_while_the_others_end_the_block_is_told_without_checks(launch):
+    text = """
+    with mm.DeviceMesh("dp=-1") as mesh:
+        x = mm.distribute(np.ones((8, 8)), mesh, "dp=S0")
+        print("rank 1 goes at", time.time(), flush=True)
+        if mesh.rank == 0:
+            x.full()
+    """
+    result = run(launch, text)
+    failed(result, code=1)
+    told = "MismatchError", "rank 0: redistribute(", "close() of the mesh", "x.full()"
+    names(result.stderr, *told)
+
+
 @pytest.mark.parametrize("before", ["", *deep("from mpi4py import MPI")])
 def test_a_setting_that_cannot_be_is_told_once(launch, before):
     text = f"{before}\nimport mpimesh as mm\nmm.DeviceMesh('dp=-1')"

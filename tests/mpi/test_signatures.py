@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.errors import MismatchError
+from mpimesh.errors import MismatchError, PeerLostError
+from tests.contract.early_ends import WAITS, all_are_told
 from tests.contract.mismatch_cases import COLLECTIVES, differences, plannings
 from tests.contract.shared_memory import nodes_of
 from tests.helpers.depth import deep, deep_but
@@ -323,3 +324,29 @@ def test_ranks_of_several_nodes_compare_inside_each(comm):
                 inside.all_reduce(np.ones(3 + mesh.rank)).resolve()
         else:
             assert inside.all_reduce(np.ones(3)).resolve()[0] == 2
+
+
+@pytest.mark.nprocs(2, 3, 4)
+@pytest.mark.parametrize("name", WAITS)
+def test_ranks_that_end_the_block_and_the_one_that_waits_for_them_are_told(comm, name):
+    all_are_told(comm, name)
+    with mm.DeviceMesh("dp=-1", comm) as mesh:  # and what comes next has its own
+        assert mesh.group().all_reduce(np.ones(1)).resolve()[0] == comm.size
+
+
+@pytest.mark.nprocs(4)
+@pytest.mark.parametrize("node_ranks", [0, 2])
+def test_ranks_that_end_the_block_while_a_neighbour_waits_in_a_part_of_the_mesh(comm, node_ranks):
+    def main():
+        with nodes_of(node_ranks), mm.DeviceMesh("dp=2,tp=2", comm) as mesh:
+            if mesh.rank == 0:
+                mesh.group("tp").all_reduce(np.ones(3)).resolve()
+
+    with pytest.raises((MismatchError, PeerLostError)) as caught:
+        main()
+    found = "rank 0: all_reduce(shape (3,), float64, sum); rank 1: close() of the mesh"
+    assert found in str(caught.value)
+    if comm.rank > 1:  # these are of other groups, and learn that one of the two has gone
+        assert isinstance(caught.value, PeerLostError)
+        assert "left the mesh by MismatchError" in str(caught.value)
+    comm.Barrier()
