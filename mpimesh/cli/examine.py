@@ -113,7 +113,7 @@ def examine(at: Callable[[str], None], *, fresh: bool = False) -> Diagnosis:
         launch=launch,
         world_size=communicator.size,
         ranks=ranks,
-        capabilities=_capabilities(mpi, cuda, communicator.size, speeds, probed, ways),
+        capabilities=capability_table(mpi, cuda, communicator.size, speeds, probed, ways),
         measurements=speeds,
         algorithms=tuple(algorithms),
         leftovers=leftovers,
@@ -224,7 +224,7 @@ def _node_shared_setting() -> str:
         return Settings().node_shared
 
 
-def _capabilities(
+def capability_table(
     mpi: Mpi,
     cuda: Cuda,
     world_size: int,
@@ -232,89 +232,54 @@ def _capabilities(
     probed: Mapping[str, ProbeResult],
     ways: Mapping[str, ProbeResult],
 ) -> tuple[Capability, ...]:
-    shared = next((one for one in speeds if one.how == SHARED_MEMORY), None)
-    if shared is None:
-        node_shared = ProbeResult(False, "rank 0 is alone on its node")
-    elif shared.problem:
-        node_shared = ProbeResult(False, shared.problem)
-    elif _node_shared_setting() == "never":
-        node_shared = ProbeResult(False, "off (MPIMESH_NODE_SHARED=never)")
-    else:
-        node_shared = ProbeResult(
-            True, f"rank 0 has read an array of rank {shared.ranks[1]} in place"
-        )
-    device = ProbeResult(False, "CuPy is not installed")
-    if cuda.installed:
-        device = ProbeResult(
-            bool(cuda.gpus), cuda.problem or f"CuPy sees {counted(cuda.gpus, 'GPU')}"
-        )
-    alone = ProbeResult(False, "there is one rank" if world_size == 1 else "no mesh could be made")
-    return capability_table(
-        mpi=ProbeResult(
-            not mpi.problem, mpi.problem or f"a world of {counted(world_size, 'rank')}"
-        ),
-        large_counts=mpi.large_counts,
-        node_shared=node_shared,
-        device=device,
-        mpi_cuda=probed,
-        nccl=ways.get("nccl", alone),
-        cuda_ipc=ways.get("cuda_ipc", alone),
-    )
-
-
-def capability_table(
-    *,
-    mpi: ProbeResult,
-    large_counts: bool,
-    node_shared: ProbeResult,
-    device: ProbeResult,
-    mpi_cuda: Mapping[str, ProbeResult],
-    nccl: ProbeResult,
-    cuda_ipc: ProbeResult,
-) -> tuple[Capability, ...]:
     """Return which transport can be used for what; nothing on devices where there is none.
 
     Args:
-        mpi: Whether there is an MPI that has made the world.
-        large_counts: Whether one call of it moves more than 2^31 elements.
-        node_shared: Whether ranks of one node can read each other's memory.
-        device: Whether there is a device, and an array library for it.
-        mpi_cuda: The results of the probe of CUDA-aware MPI, by operation.
-        nccl: Whether NCCL can be used.
-        cuda_ipc: Whether ranks of one node can read each other's device memory.
+        mpi: The MPI library.
+        cuda: CuPy and CUDA.
+        world_size: How many ranks MPI has.
+        speeds: What was measured on rank 0.
+        probed: The results of the probe of CUDA-aware MPI, by operation.
+        ways: The ways of device memory in a mesh, by name; empty if there was none.
     """
-    counts = ProbeResult(
-        mpi.usable,
-        "in one call" if large_counts else "in pieces: this MPI is older than 4",
-    )
-    threads = ProbeResult(True, "threads of one process (run_virtual), without MPI")
+    has_mpi = not mpi.problem
+    world = mpi.problem or f"a world of {counted(world_size, 'rank')}"
+    counts = "in one call" if mpi.large_counts else "in pieces: this MPI is older than 4"
+    in_place = _in_place(next((one for one in speeds if one.how == SHARED_MEMORY), None))
+    threads = "threads of one process (run_virtual), without MPI"
     rows = [
-        ("mpi", "*", "host", mpi),
-        ("mpi", "counts above 2^31", "host", counts),
-        ("node_shared", "*", "host", node_shared),
-        ("node_shared", "*", "shared", node_shared),
-        ("virtual", "*", "host", threads),
+        ("mpi", "*", "host", has_mpi, world),
+        ("mpi", "counts above 2^31", "host", has_mpi, counts),
+        ("node_shared", "*", "host", *in_place),
+        ("node_shared", "*", "shared", *in_place),
+        ("virtual", "*", "host", True, threads),
     ]
-    if device.usable:
-        staged = ProbeResult(
-            mpi.usable, f"copied through host memory, with any MPI; {device.reason}"
-        )
-        rows += [
-            ("mpi_cuda", operation, "device", result) for operation, result in mpi_cuda.items()
+    seen = cuda.problem or f"CuPy sees {counted(cuda.gpus, 'GPU')}"
+    if cuda.gpus:
+        alone = "there is one rank" if world_size == 1 else "no mesh could be made"
+        found = [("mpi_cuda", operation, result) for operation, result in probed.items()]
+        found += [
+            (name, "*", ways.get(name, ProbeResult(False, alone))) for name in ("nccl", "cuda_ipc")
         ]
-        rows += [
-            ("nccl", "*", "device", nccl),
-            ("cuda_ipc", "*", "device", cuda_ipc),
-            ("staged", "*", "device", staged),
-        ]
+        rows += [(name, what, "device", one.usable, one.reason) for name, what, one in found]
+        staged = f"copied through host memory, with any MPI; {seen}"
+        rows.append(("staged", "*", "device", has_mpi, staged))
     else:
-        rows += [
-            (name, "*", "device", device) for name in ("mpi_cuda", "nccl", "cuda_ipc", "staged")
-        ]
-    return tuple(
-        Capability(transport, operation, memory, result.usable, result.reason)
-        for transport, operation, memory, result in rows
-    )
+        why = seen if cuda.installed else "CuPy is not installed"
+        names = ("mpi_cuda", "nccl", "cuda_ipc", "staged")
+        rows += [(name, "*", "device", False, why) for name in names]
+    return tuple(Capability(*row) for row in rows)
+
+
+def _in_place(shared: Measurement | None) -> tuple[bool, str]:
+    """Tell whether ranks of one node can read each other's memory, and how that is known."""
+    if shared is None:
+        return False, "rank 0 is alone on its node"
+    if shared.problem:
+        return False, shared.problem
+    if _node_shared_setting() == "never":
+        return False, "off (MPIMESH_NODE_SHARED=never)"
+    return True, f"rank 0 has read an array of rank {shared.ranks[1]} in place"
 
 
 # -- speeds: the order of magnitude, to find what is far off, such as TCP on a fabric --------------
@@ -328,17 +293,16 @@ def measure(comm: Any, nodes: Sequence[Sequence[int]]) -> tuple[Measurement, ...
         nodes: The ranks of each node; rank 0 is in the first.
 
     Returns:
-        What was measured, on rank 0; on others, what they have taken part in.
+        What this rank has taken part in: on rank 0 all.
     """
-    found = []
-    if comm.rank == 0:
-        found.append(_copy())
-    neighbour = next((rank for rank in nodes[0] if rank != 0), None)
-    if neighbour is not None:
-        found.append(_messages(comm, neighbour, "within a node"))
-        found.append(_shared_memory(comm, neighbour))
-    if len(nodes) > 1:
-        found.append(_messages(comm, nodes[1][0], "between nodes"))
+    found = [_copy()] if comm.rank == 0 else []
+    for neighbour in nodes[0][1:2]:  # behind rank 0 itself
+        if comm.rank in (0, neighbour):
+            found.append(_messages(comm, neighbour, "within a node"))
+            found.append(_shared_memory(comm, neighbour))
+    for other, *_ in nodes[1:2]:
+        if comm.rank in (0, other):
+            found.append(_messages(comm, other, "between nodes"))
     return tuple(found)
 
 
@@ -349,9 +313,7 @@ def _copy() -> Measurement:
 
 
 def _messages(comm: Any, other: int, level: str) -> Measurement:
-    """Send to `other` and back; ranks that are neither go on at once."""
-    if comm.rank not in (0, other):
-        return Measurement(level, "MPI messages", (0, other))
+    """Let rank 0 send to `other` and back."""
     peer = other if comm.rank == 0 else 0
     latency_s, bytes_per_s = ping_pong(
         lambda buffer: comm.Send(buffer, peer, _TAG),
@@ -371,8 +333,6 @@ def _messages(comm: Any, other: int, level: str) -> Measurement:
 def _shared_memory(comm: Any, other: int) -> Measurement:
     """Let rank 0 read an array of `other` in place."""
     level, how = "within a node", SHARED_MEMORY
-    if comm.rank not in (0, other):
-        return Measurement(level, how, (0, other))
     node = Node()
     if comm.rank == other:
         array = None if node.arena is None else node.arena.empty(_LARGE_BYTES)
