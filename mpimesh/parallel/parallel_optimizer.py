@@ -29,6 +29,7 @@ from mpimesh.parallel.states import (
     optimizers_target,
     problem_with,
     why_no_step,
+    why_not_written,
 )
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import PlannedMax, agree, agree_alike
@@ -214,15 +215,19 @@ class ParallelOptimizer:
                 :meth:`DeviceMesh.budget` allows.
 
         Cost:
-            Two all-reduces of a byte; with `zero`, one all-gather of the values of each bucket,
-            but of those that the ranks of a node have once.
+            Two all-reduces of a byte, one as the end of ``train_step(..., optimizer=this)`` without
+            a scaler: that has asked before whether all can step. With `zero`, one all-gather of the
+            values of each bucket, but of those that the ranks of a node have once.
         """
         self._check_ready()
+        self._step(is_ready=False)
+
+    def _step(self, *, is_ready: bool) -> None:
         buckets = self._engine.buckets
         sums = buckets.sums
         # A rank that refused to take part in the middle would be missed.
         with self._engine.mesh.traffic().deferred() as over_budget:
-            overflowed = self._agreed_overflow()
+            overflowed = not (is_ready and self._scaler is None) and self._agreed_overflow()
             buckets.sums = None
             if not overflowed:
                 self._update(self._clip_factor(sums) / self.loss_scale)
@@ -405,6 +410,20 @@ class ParallelOptimizer:
         return f"<ParallelOptimizer of {inside}, zero={self._zero}{scaler}>"
 
     # -- for the model -----------------------------------------------------------------------
+
+    def check_step(self) -> None:
+        """Return if this rank can step by the sums that are to come. Local.
+
+        Raises:
+            ModuleStateError: If it cannot.
+        """
+        problem = _HALF_DONE if self._is_half_done else why_not_written(self._engine.buckets)
+        if problem:
+            raise ModuleStateError(f"rank {self._engine.mesh.rank}: {problem}")
+
+    def step_together(self) -> None:
+        """Do what :meth:`step` does, where all ranks know that :meth:`check_step` refuses none."""
+        self._step(is_ready=True)
 
     def release(self) -> Callable[[], None]:
         """Return what goes on with the model's new buckets, once they are made. Local.

@@ -56,6 +56,7 @@ __all__ = [
     "optimizers_target",
     "problem_with",
     "why_no_step",
+    "why_not_written",
 ]
 
 _FLAT = StateNames("/", "params/")
@@ -272,6 +273,11 @@ def why_no_step(buckets: GradientBuckets) -> str:
             "there are no sums of gradients to step by: call train_step() before each step(), the "
             "last time not under no_sync()"
         )
+    return why_not_written(buckets)
+
+
+def why_not_written(buckets: GradientBuckets) -> str:
+    """Say which parameter has values that a step would not write; empty if none has."""
     for bucket in buckets.buckets:
         views = [] if bucket.shard is None else bucket.shard.views
         for parameter, view in zip(bucket.parameters, views, strict=False):

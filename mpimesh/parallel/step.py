@@ -283,7 +283,10 @@ class Step:
             loss = self._run()
         if self._batch.optimizer is not None:
             with engine.tracer.span("optimizer step", "optimizer"):
-                self._batch.optimizer.step()
+                if engine.optimizer is None:
+                    self._batch.optimizer.step()
+                else:  # the same, whose ranks agree
+                    engine.optimizer.step_together()
         # By what came when the ranks had agreed already that the step went well.
         self._over_budget.check()
         return LossValue(loss)
@@ -464,7 +467,7 @@ class Step:
         if self._training and not at_odds:
             engine.buckets.start()
         if error is None:
-            error = self._over_budget.take()
+            error = self._over_budget.take() or self._refusal()
         loss = engine.executor.loss if engine.counts_loss else 0.0
         with engine.tracer.span(END_OF_STEP, "wait"):
             failed, loss = self._exchanges.end(failed=error is not None, loss=loss)
@@ -485,6 +488,16 @@ class Step:
         else:
             engine.first_forward = False
         return loss / engine.loss_scale
+
+    def _refusal(self) -> MpimeshError | None:
+        """Return why this rank could not change its parameters at the end of the step."""
+        optimizer = self._engine.optimizer
+        if self._batch.optimizer is not None and optimizer is not None:
+            try:
+                optimizer.check_step()
+            except MpimeshError as error:
+                return error
+        return None
 
     def _agreed(self) -> bool:
         """Wait until every rank has begun the step; tell whether all were given what fits."""

@@ -93,6 +93,12 @@ class ModelOptimizer(Protocol):
     def step(self) -> object:
         """Change the parameters. Collective."""
 
+    def check_step(self) -> None:
+        """Return if this rank can step by the sums that are to come, else raise. Local."""
+
+    def step_together(self) -> None:
+        """Change the parameters, as all ranks can. Collective."""
+
     def clip_grad_norm(self, max_norm: float) -> float:
         """Have the next step clip the gradients. Collective."""
 

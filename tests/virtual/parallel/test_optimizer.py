@@ -212,6 +212,36 @@ def test_values_that_one_rank_has_replaced(dims, scaled):
     on_ranks(dims, body, rendezvous=True)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("dims", ["dp=3", "dp=2,pp=2"])
+def test_values_that_one_rank_has_replaced_before_a_step_with_the_optimizer_in_it(dims, scaled):
+    """The status tells it: no gradient is summed, no step counted."""
+
+    def body(mesh):
+        pipe, optimizer = make(mesh, scaler=optim.LossScaler(2.0) if scaled else None)
+        train = partial(pipe.train_step, *batch(0, 16), loss=nn.cross_entropy, optimizer=optimizer)
+        train()
+        before = state_of(pipe)
+        parameter = pipe.parameters()[0]
+        own = parameter.data
+        if mesh.rank == 1:
+            parameter.data = own.copy()
+        refused = raises(ModuleStateError, "rank 1", "'weight'", "parameter.data[...]")
+        with refused as caught:
+            train()
+        assert caught.value.agreed
+        assert_equal(state_of(pipe), before)
+        assert pipe.step == 1
+        parameter.data = own
+        train()
+        assert pipe.step == 2
+        pipe.check_replicas()
+        assert_nothing_left(mesh)
+        return str(caught.value)
+
+    assert len(set(on_ranks(dims, body, rendezvous=True))) == 1
+
+
 def test_gradients_that_one_rank_has_forgotten():
     def body(mesh):
         pipe, optimizer = make(mesh)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from mpimesh import nn, optim
 from mpimesh.errors import BudgetError
-from mpimesh.parallel import DataParallel
+from mpimesh.parallel import DataParallel, ParallelOptimizer
 from tests.helpers.parallel_models import batch, layers, make_pipeline, on_ranks
 from tests.helpers.raises import raises
 
@@ -72,6 +74,38 @@ def test_replicas_receive_what_all_reduces_do(size):
         assert whole.bytes["all_reduce"] - small.bytes["all_reduce"] == parameters
 
     on_ranks(f"dp={size}", body)
+
+
+@pytest.mark.parametrize(
+    ("way", "collectives"),
+    [
+        # The header, the bucket, the status.
+        ("plain", {"all_reduce": 3}),
+        # And whether all have done the update.
+        ("zero=0", {"all_reduce": 4}),
+        # The sums of each rank's part; its new values.
+        ("zero=1", {"all_reduce": 3, "reduce_scatter": 1, "all_gather": 1}),
+        # No gradient that is infinite or NaN on any rank.
+        ("scaled", {"all_reduce": 5}),
+    ],
+)
+def test_the_collectives_of_a_step(way, collectives):
+    def body(mesh):
+        model = DataParallel(nn.Sequential(layers()), mesh, dtype=np.float64)
+        optimizer: Any = optim.SGD(model.parameters(), lr=0.1)
+        if way != "plain":
+            optimizer = ParallelOptimizer(
+                optimizer,
+                model,
+                zero=int(way == "zero=1"),
+                scaler=optim.LossScaler(2.0) if way == "scaled" else None,
+            )
+        step(model, optimizer=optimizer)
+        before = mesh.traffic().snapshot()
+        step(model, optimizer=optimizer)
+        assert (mesh.traffic() - before).calls == collectives
+
+    on_ranks("dp=3", body)
 
 
 @pytest.mark.parametrize("checks", ["0", "1"])
