@@ -31,6 +31,7 @@ from mpimesh.parallel.header import (
     Facts,
     Size,
     bits_of,
+    code_of,
     fingerprint,
     number_of,
 )
@@ -156,7 +157,7 @@ class Batch:
         numbers = [*numbers]
         if self.optimizer is not None:
             facts["optimizer"] = text = numbers_of(self.optimizer)
-            numbers[len(numbers) - 2 * engine.places + facts["place"]] = fingerprint(text)
+            numbers[_optimizer_place(engine, facts)] = fingerprint(text)
         self.values = {title: (value,) for title, value in self._given().items()}
         if facts["rows"] is not None:
             self.sizes = (facts["rows"],)
@@ -497,6 +498,12 @@ class Batch:
             numbers += [number_of(facts[name]) for name in CHECKED]
         return numbers
 
+    def code(self, engine: TrainingEngine, numbers: Sequence[int]) -> int:
+        """Return in one number what all of `numbers` say but for those of the optimizer."""
+        numbers = [*numbers]
+        numbers[_optimizer_place(engine, self.facts)] = UNKNOWN
+        return code_of(numbers)
+
     def own_numbers(self, engine: TrainingEngine) -> list[int]:
         """Return what the ranks of a replica compare that was given its own rows."""
         sums = self.facts["sums"]
@@ -680,6 +687,12 @@ def check_loss(loss: object, who: str = "") -> None:
         f"{who and who + ': '}loss= needs a method value_and_grad(y, target, denominator=), as "
         f"mm.nn.cross_entropy has and help(mm.nn.Loss) tells, got {shown(loss)}{loss_advice(loss)}"
     )
+
+
+def _optimizer_place(engine: TrainingEngine, facts: Facts) -> int:
+    """Return where the optimizer stands in :meth:`Batch.numbers`, counted from the end."""
+    more = len(CHECKED) if engine.checks else 0
+    return int(facts["place"]) - 2 * engine.places - more
 
 
 def numbers_of(optimizer: SupportsStep) -> str:

@@ -241,6 +241,7 @@ class GradientBuckets:
         self._pool = ArrayPool(lambda nbytes: mesh.shared_empty(nbytes, np.uint8))
         self._backwards = 0
         self._announced = 0
+        self._holds = not self._overlap
         self.accumulating = False
 
     def _make_buckets(
@@ -286,6 +287,11 @@ class GradientBuckets:
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets, in the order of their reduction."""
         return self._line.buckets + self._late.buckets
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a reduction over the replicas may start before the last gradient is there."""
+        return self._overlap and len(self._line.buckets) > 1
 
     @property
     def packed_bytes(self) -> int:
@@ -384,7 +390,13 @@ class GradientBuckets:
 
     # -- a cycle: local until synchronize ---------------------------------------------
 
-    def begin(self, backwards: int = 1, *, check_abort: Callable[[], None] | None = None) -> None:
+    def begin(
+        self,
+        backwards: int = 1,
+        *,
+        check_abort: Callable[[], None] | None = None,
+        holds: bool = False,
+    ) -> None:
         """Announce that `backwards` backward passes follow. Local.
 
         Sets the gradients to 0, unless they hold those of steps under :meth:`no_sync`.
@@ -393,6 +405,7 @@ class GradientBuckets:
             backwards: Their number.
             check_abort: Called while this rank waits for a reduction before :meth:`synchronize`;
                 raises if the cycle is to be left.
+            holds: Whether no reduction starts before :meth:`start` or :meth:`synchronize`.
 
         Raises:
             ModuleStateError: If a parameter was frozen or unfrozen since the buckets were made.
@@ -404,6 +417,7 @@ class GradientBuckets:
             self._clear()
         self.sums = None
         self._line.check_abort = check_abort
+        self._holds = holds or not self._overlap
         self._backwards += backwards
         self.begun += 1
         for bucket in self.buckets:
@@ -567,7 +581,7 @@ class GradientBuckets:
 
     def _complete(self, entry: BucketEntry) -> None:
         bucket = entry.bucket
-        if bucket is None or not self._overlap or self.accumulating:
+        if bucket is None or self._holds or self.accumulating:
             return
         if entry.completed_in != self._announced:
             entry.completed_in = self._announced

@@ -65,7 +65,7 @@ class DataParallel(ParallelModel):
         xp: `numpy` or `cupy`.
         bucket_bytes: Most bytes of a gradient bucket, see :class:`GradientBuckets`;
             :meth:`tune_buckets` finds a cut by measured times.
-        overlap: Whether buckets are reduced while backward still runs.
+        overlap: Whether buckets are reduced while backward still runs, if there are several.
         broadcast: Whether all replicas start with the values of the first. Else different values
             are an error.
         tracer: Records what this rank does.

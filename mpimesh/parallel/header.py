@@ -1,11 +1,15 @@
-"""The agreement of the ranks on a step: its header, and its status.
+"""The agreement of the ranks on a step: its status, and for some models a header before.
 
-The header is one all-reduce of a few numbers, started when a step begins, and looked at while
-a rank waits and when the step ends. A rank that was given the batch does not wait for it;
-one that was not learns from it how many rows there are. Where each replica has its own rows,
-a second all-reduce tells how many each has. The status, in which all ranks meet when the work is
-done, is one of two numbers. All are persistent collectives on memory of their own, and a rank that
-steps alone starts none.
+The status, in which all ranks meet when the work is done, is one all-reduce of a few
+numbers: failures, loss, and where each rank has the whole model a code of what it was given, by
+which they learn whether that is alike.
+
+Where ranks meet within a step, because they hold stages, parts of layers or several buckets, they
+compare that before, in the header: one all-reduce of a few numbers, started when a step begins, and
+looked at while a rank waits and when the step ends. A rank that was given the batch does not wait
+for it; one that was not learns from it how many rows there are. Where each replica has its own
+rows, another all-reduce tells how many each has. All are persistent collectives on memory of their
+own, and a rank that steps alone starts none.
 """
 
 from __future__ import annotations
@@ -21,12 +25,14 @@ from mpimesh.errors import MismatchError, MpimeshError, ShapeError
 from mpimesh.runtime import CollectiveTensor, ProcessGroup
 
 __all__ = [
+    "CODES",
     "OWN_ROWS",
     "UNKNOWN",
     "Facts",
     "Size",
     "StepExchanges",
     "bits_of",
+    "code_of",
     "disagreement",
     "fingerprint",
     "number_of",
@@ -39,6 +45,9 @@ UNKNOWN = -(1 << 62)
 """In the place of any number: this rank has nothing to say."""
 
 _BITS = 62
+CODES = 1 << _BITS
+"""So many codes of what a rank was given there are."""
+_PIECES = 2
 _CALL = 2
 _TEXTS = 5
 """Numbers of a header before those of inputs: rows, microbatches, call, goal, sizes."""
@@ -96,6 +105,11 @@ def number_of(text: str | None) -> int:
     return UNKNOWN if text is None else fingerprint(text)
 
 
+def code_of(numbers: Sequence[int]) -> int:
+    """Return a number by which ranks compare all of `numbers`, see :meth:`StepExchanges.begin`."""
+    return fingerprint(str(numbers))
+
+
 class StepExchanges:
     """The exchanges of all steps of a model, planned once. Making it is local.
 
@@ -110,18 +124,31 @@ class StepExchanges:
         places: Number of parts of the model.
         replicas: How many replicas share the rows.
         more: How many numbers there are with checks on.
+        codes: Whether the status may have to compare codes.
 
     Attributes:
-        is_alone: Whether the header of this step has failed because other ranks are in none.
+        is_alone: Whether the header or the status of this step has failed because other ranks are
+            in none.
     """
 
     def __init__(
-        self, scope: ProcessGroup, inputs: int, places: int, replicas: int, more: int
+        self,
+        scope: ProcessGroup,
+        inputs: int,
+        places: int,
+        replicas: int,
+        more: int,
+        *,
+        codes: bool,
     ) -> None:
         self._scope = scope
         self._inputs = inputs
         self._replicas = replicas
-        self._status_numbers = numbers = np.zeros(2)
+        # In two dims, as no bucket is: ranks of a node can tell it from one.
+        self._pieces = range(_PIECES if codes else 0)
+        self._status_numbers = numbers = np.zeros((1, 2 + 2 * len(self._pieces)))
+        # Sums of squares of so many bits are exact.
+        self._piece_bits = (53 - (scope.size - 1).bit_length()) // 2
         self._is_solo = scope.size == 1
         if not self._is_solo:
             # Checksums are of all inputs and the target.
@@ -150,7 +177,7 @@ class StepExchanges:
                 (see :func:`bits_of`), and the checksums.
         """
         self._numbers = numbers = list(numbers)
-        numbers[_CALL] = (numbers[_CALL] + (step or 0)) % (1 << _BITS)
+        numbers[_CALL] = (numbers[_CALL] + (step or 0)) % CODES
         self._replica, self._own = replica, own
         self._size = None
         self.is_alone = False
@@ -175,26 +202,57 @@ class StepExchanges:
             agreed = self._numbers if self._is_solo else self._agreed(self._header)
             rows, count, kinds = agreed[0], agreed[1], agreed[_TEXTS : _TEXTS + self._inputs]
             if count == OWN_ROWS:
-                self._size = self._size_of_own(tuple(kinds))
+                self._size = self._size_of_own(tuple(kinds), self._replica, self._own)
             else:
                 self._size = (rows, count, () if count else tuple(kinds), (), None)
         if self._size[0] == UNKNOWN:
             raise ShapeError("no rank was given a batch: x is needed where the first stage lies")
         return self._size
 
-    def end(self, *, failed: bool, loss: float) -> tuple[bool, float]:
+    def meet(self, *, failed: bool, loss: float, code: int = 0) -> tuple[bool, float, bool]:
         """Meet all ranks. Collective.
 
+        Args:
+            failed: Whether this rank has failed.
+            loss: Its part of the loss.
+            code: What all that have not failed must have alike, a whole number of at least 0.
+
         Returns:
-            Whether any has failed, and the sum of the losses.
+            Whether any has failed, the sum of the losses, and whether all codes are alike.
         """
         if self._is_solo:
-            return failed, loss
-        self._status_numbers[:] = failed, loss
-        failures, total = self._status.start().resolve().tolist()
-        return failures > 0, total
+            return failed, loss, True
+        bits, self.is_alone = self._piece_bits, False
+        pieces = [code >> place * bits & (1 << bits) - 1 for place in self._pieces]
+        self._status_numbers[0] = failed, loss, *pieces, *(piece * piece for piece in pieces)
+        try:
+            (row,) = self._status.start().resolve().tolist()
+        except MpimeshError:
+            self.is_alone = True
+            raise
+        middle = 2 + len(self._pieces)
+        # By Cauchy and Schwarz: the mean of squares is the square of the mean where all are alike.
+        alike = all(
+            int(total) ** 2 == self._scope.size * int(square)
+            for total, square in zip(row[2:middle], row[middle:], strict=True)
+        )
+        return row[0] > 0, row[1], alike
 
-    def _size_of_own(self, kinds: tuple[int, ...]) -> Size:
+    def size_of_own(self, numbers: Sequence[int], replica: int | None, own: Sequence[int]) -> Size:
+        """Return the size of a batch of which each replica has its own rows. Collective.
+
+        All ranks are known to take the same step.
+
+        Args:
+            numbers: As of :meth:`begin`; so are the others.
+            replica: The replica whose rows this rank was given.
+            own: What the ranks of that replica must have alike.
+        """
+        if self._own_rows is not None:
+            self._own_rows.largest = None
+        return self._size_of_own(tuple(numbers[_TEXTS : _TEXTS + self._inputs]), replica, own)
+
+    def _size_of_own(self, kinds: tuple[int, ...], replica: int | None, own: Sequence[int]) -> Size:
         """Exchange how many rows each replica was given, and return the size of all together."""
         width = 2 + self._inputs + 1
         exchange = self._own_rows
@@ -205,15 +263,15 @@ class StepExchanges:
             exchange.start(
                 [
                     number
-                    for replica in range(self._replicas)
-                    for number in (self._own if replica == self._replica else nothing)
+                    for place in range(self._replicas)
+                    for number in (own if place == replica else nothing)
                 ]
             )
         numbers = self._agreed(exchange)
-        own = tuple(None if rows == UNKNOWN else rows for rows in numbers[::width])
+        rows_of = tuple(None if rows == UNKNOWN else rows for rows in numbers[::width])
         counts = [_number(bits) for bits in numbers[1::width] if bits != UNKNOWN]
-        rows = sum(rows or 0 for rows in own)
-        return rows, 0, kinds, own, sum(counts) if counts else None
+        rows = sum(rows or 0 for rows in rows_of)
+        return rows, 0, kinds, rows_of, sum(counts) if counts else None
 
     def _agreed(self, exchange: _Comparison) -> list[int]:
         """Return what the ranks have alike, `UNKNOWN` where none said anything.

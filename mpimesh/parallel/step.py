@@ -1,22 +1,34 @@
 """One step over all ranks, which all of them end together and in the same way.
 
-The protocol. Every rank starts the header; works through its actions, among which is for each
-stage the place where the sums of its gradients start; starts what buckets are left, such as those
-of a replica without rows; and then meets all others in one small all-reduce of status and loss. A
-rank that fails sets the abort signal first, which ends the waits of the others, so that every rank
-comes to the status, whatever happened and wherever it stood. No sum of gradients starts before
-the header has shown that all ranks take the same step: another rank may be in another, and where
-the replicas are all ranks, the sum would meet its status. If all is well they finish
-their sends and buckets, and only then an optimizer changes parameters. If not, they exchange what
-failed and what was sent, take in every message that is on its way and take back every receive that
-has none, complete the reductions that any of them had started, meet once more, and raise the same
-error. Nothing is left behind, and the next step works.
+The protocol. Every rank works through its actions, and then meets all others in one small
+all-reduce: the status, which tells failures and loss. A rank that fails sets the abort signal
+first, which ends the waits of the others, so that every rank comes to the status, whatever happened
+and wherever it stood. If all is well they finish their sends and the sums of their gradients, and
+only then an optimizer changes parameters. If not, they exchange what failed and what was sent, take
+in every message that is on its way and take back every receive that has none, complete the
+reductions that any of them had started, meet once more, and raise the same error. Nothing is left
+behind, and the next step works.
 
-Why no rank waits for ever. Before the status a rank waits in three places: for a
-message, for room to send, and for the header if it has no batch. The first two
-look for that signal, and end without it only if the other end does its part. The header
-is started by every rank before anything can fail. After the status, waits are for what
-every rank is then known to have started.
+No sum of gradients starts before all ranks are known to take the same step: another rank may be in
+another, and where the replicas are all ranks, the sum would meet its status. There are two ways.
+
+Where nothing is to start before the status, because each rank holds the whole model and all
+gradients are in one bucket, the status compares what the ranks were given, and the sum comes after
+it. Whatever a rank was called with, right or wrong, the first that it starts is the status: so that
+meets nothing but itself, and the sum comes where all are known to start it next. A rank that must
+ask how many rows the other replicas have first asks whether all ask, by a start of the same status.
+
+Else, with stages, parts of layers or several buckets, the header compares what the ranks were
+given, and every rank starts it before its work. Among the actions is then for each stage the place
+where the sums of its gradients start, and before the status every rank starts what buckets are
+left, such as those of a replica without rows.
+
+Why no rank waits for ever. Before the status a rank waits in three places: for a message, for room
+to send, and for the header if it has no batch. The first two look for that signal, and end without
+it only if the other end does its part. The header is started by every rank before anything can
+fail. The status is started by every rank, and so is that by which some ask: who does not ask comes
+to it by its end. After the status, waits are for what every rank is then known to have started or
+to start next.
 """
 
 from __future__ import annotations
@@ -37,7 +49,7 @@ from mpimesh.comm.requests import Condition
 from mpimesh.errors import MpimeshError, ShapeError, StageError, StageShapeError, on_all_ranks
 from mpimesh.nn.losses import LossValue
 from mpimesh.parallel.batch import Batch
-from mpimesh.parallel.header import Facts, Size, disagreement
+from mpimesh.parallel.header import CODES, Facts, Size, disagreement, fingerprint, number_of
 from mpimesh.parallel.microbatch import Tree, flatten, replica_rows, tree_map
 from mpimesh.parallel.plans import ABORT_TAG
 from mpimesh.parallel.task import NO_TASK, Task
@@ -61,6 +73,8 @@ __all__ = [
 # How traces call the waits in which all ranks meet: after every step, and after one of training.
 END_OF_STEP = "end of step"
 GRADIENTS = "gradients"
+
+_SIZES = fingerprint("the sizes of the replicas' rows")
 
 _MOST_TASKS = 64
 """Signatures of batches of which a model keeps the plan."""
@@ -261,7 +275,9 @@ class Step:
         self._batch = batch
         self._exchanges = engine.exchanges
         self._training = batch.training
+        self._at_end = engine.meets_at_end
         self._abort = AbortSignal(engine.scope)
+        self._has_met = False
         self._header_read = False
         self._outside = True
         self._linked = False
@@ -295,10 +311,11 @@ class Step:
         """Do all of the step but the optimizer's."""
         engine = self._engine
         problem = self._look_at_arguments()
-        facts = self._batch.facts
-        replica = facts["replica"]
-        own = () if replica is None else self._batch.own_numbers(engine)
-        self._exchanges.begin(self._numbers, facts["step"], replica, own)
+        if self._at_end:
+            self._header_read = True
+        else:
+            facts = self._batch.facts
+            self._exchanges.begin(self._numbers, facts["step"], facts["replica"], self._own())
         for layers in engine.waiting:
             layers.begin(self._check_abort)
         engine.why_no_step = _UNDER_WAY
@@ -364,6 +381,7 @@ class Step:
         self.task = Task(
             batch.facts,
             self._numbers,
+            batch.code(engine, self._numbers) if self._at_end else 0,
             batch.size(engine),
             training=self._training,
             first_trained=engine.first_trained if self._training else 0,
@@ -383,7 +401,9 @@ class Step:
             or engine.tensor.is_split
             or engine.layer_values.meets
         )
-        if size is None or meets:
+        if self._at_end:
+            size = self._ask_size() if size is None else size
+        elif size is None or meets:
             waited = Condition(self._has_header)
             engine.scope._core.wait_for(waited, what="the size of the batch")
             size = self._exchanges.read()
@@ -410,6 +430,28 @@ class Step:
         if executor.outputs:
             outputs = [tree_map(_own, executor.outputs[i]) for i in range(len(task.spans))]
             self.outputs = outputs[: task.num_given] if task.free else [self._join(outputs)]
+
+    def _ask_size(self) -> Size:
+        """Return the size of a batch of which each replica has its own rows. Collective."""
+        batch, exchanges = self._batch, self._exchanges
+        failed, _, alike = exchanges.meet(failed=False, loss=0.0, code=self._code(_SIZES))
+        if failed or not (alike or self._is_same()):
+            self._has_met = True  # who has failed or does not ask is at the end of its step
+            raise AbortedError
+        return exchanges.size_of_own(self._numbers, batch.facts["replica"], self._own())
+
+    def _own(self) -> Sequence[int]:
+        """Return what the ranks of this replica compare, if it was given rows of its own."""
+        batch = self._batch
+        return () if batch.facts["replica"] is None else batch.own_numbers(self._engine)
+
+    def _code(self, more: int = 0) -> int:
+        """Return in one number what this rank was given; 0 where the header has compared it."""
+        if not self._at_end:
+            return 0
+        facts = self._batch.facts
+        changing = (facts["step"] or 0) + number_of(facts["optimizer"])
+        return (self.task.code + changing + more) % CODES
 
     def _lay_out(self, size: Size) -> None:
         """Plan the task for batches of this size."""
@@ -463,15 +505,19 @@ class Step:
 
     def _end(self, error: Exception | None) -> float:
         engine = self._engine
-        at_odds = not self._agreed()
-        if self._training and not at_odds:
+        at_odds = self._has_met or not (self._at_end or self._agreed())
+        if self._training and not (at_odds or self._at_end):
             engine.buckets.start()
         if error is None:
             error = self._over_budget.take() or self._refusal()
         loss = engine.executor.loss if engine.counts_loss else 0.0
-        with engine.tracer.span(END_OF_STEP, "wait"):
-            failed, loss = self._exchanges.end(failed=error is not None, loss=loss)
-        if failed or at_odds:
+        failed, alike = False, True
+        if not self._has_met:
+            with engine.tracer.span(END_OF_STEP, "wait"):
+                failed, loss, alike = self._exchanges.meet(
+                    failed=error is not None, loss=loss, code=self._code()
+                )
+        if failed or at_odds or not (alike or self._is_same()):
             try:
                 self._fail(error)
             finally:
@@ -508,6 +554,14 @@ class Step:
                 raise
             return False
         return True
+
+    def _is_same(self) -> bool:
+        """Tell whether what all ranks were given fits, though some say more of it. Collective.
+
+        So do those who have loaded values and others have not: they compare what nobody else does.
+        """
+        everyone = agree(self._engine.scope, "what the ranks were given", self._batch.facts)
+        return disagreement(everyone, self._engine.scope.ranks) is None
 
     def _fail(self, error: Exception | None) -> NoReturn:
         """Clear up with all other ranks, and raise what they all raise."""

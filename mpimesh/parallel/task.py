@@ -316,6 +316,7 @@ class Task:
     Args:
         facts: What the ranks compare of such a batch.
         numbers: The same as numbers, see :meth:`StepExchanges.begin`.
+        code: Of these in one, but for the step's number and the optimizer's numbers.
         size: The size of such a batch, where this rank can tell; None where it learns it from the
             header.
         training: With backward, or forward only.
@@ -345,6 +346,7 @@ class Task:
         self,
         facts: Facts | None = None,
         numbers: Sequence[int] = (),
+        code: int = 0,
         size: Size | None = None,
         *,
         training: bool = False,
@@ -352,6 +354,7 @@ class Task:
     ) -> None:
         self.facts: Facts = {} if facts is None else facts
         self.numbers = numbers
+        self.code = code
         self.expected = size
         self.training = training
         self.first_trained = first_trained

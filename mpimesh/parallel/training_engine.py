@@ -239,7 +239,9 @@ class TrainingEngine:
         self.ties.agree(values=True, rule=f", bucket_bytes {options.bucket_bytes}")
         self.titles = ["x", *map(input_title, self.input_names)]
         inputs, more = len(self.titles), len(CHECKED) if self.checks else 0
-        self.exchanges = StepExchanges(scope, inputs, self.places, data.size, more)
+        self.exchanges = StepExchanges(
+            scope, inputs, self.places, data.size, more, codes=pipe.size == 1
+        )
         self.stage = options.stage
         self.is_stage_chosen = False
         self._new_buckets = partial(self._buckets_of, options)
@@ -292,6 +294,20 @@ class TrainingEngine:
     def replicas_are_all(self) -> bool:
         """Whether sums over the replicas go among the ranks that agree on steps."""
         return 1 < self.data.size == self.scope.size
+
+    @property
+    def meets_at_end(self) -> bool:
+        """Whether the ranks need nothing of each other before the end of a step.
+
+        Then its status can compare what they were given. Alike on all of them, whatever that is.
+        """
+        return (
+            self.pipe.size == 1
+            and not self.checks
+            and not self.tensor.is_split
+            and not self.layer_values.meets
+            and not self.buckets.overlaps
+        )
 
     @property
     def first_trained(self) -> int:
@@ -430,7 +446,8 @@ class TrainingEngine:
                 "are missing, or flush(), or give them up by zero_grad(), as this error did"
             )
         self.added_by = self.adder
-        self.buckets.begin(num_microbatches, check_abort=check_abort)
+        holds = self.meets_at_end
+        self.buckets.begin(num_microbatches, check_abort=check_abort, holds=holds)
         self._in_backward = set(self.local)
 
     def reduce_gradients(self, stage: int) -> None:
