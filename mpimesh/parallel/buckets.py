@@ -466,7 +466,7 @@ class GradientBuckets:
             self._counted.append(entry)
         entry.count += 1
         entry.ready_s = perf_counter()
-        if bucket is None:
+        if bucket is None or self._holds:
             return
         if entry.uses and entry.count == entry.uses * self._backwards:
             self._complete(entry)
@@ -478,7 +478,7 @@ class GradientBuckets:
         Local. Starts the reduction of each bucket that is complete now, in the order of the
         buckets. Parameters that are not registered, such as frozen ones, do not matter.
         """
-        for parameter in parameters:
+        for parameter in () if self._holds else parameters:
             entry = self._entries.get(id(parameter))
             if entry is not None:
                 self._complete(entry)
@@ -581,7 +581,7 @@ class GradientBuckets:
 
     def _complete(self, entry: BucketEntry) -> None:
         bucket = entry.bucket
-        if bucket is None or self._holds or self.accumulating:
+        if bucket is None or self.accumulating:
             return
         if entry.completed_in != self._announced:
             entry.completed_in = self._announced

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from time import perf_counter
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -30,12 +31,12 @@ from mpimesh.parallel.task import NO_TASK, Task, check_gradient, check_output, f
 from mpimesh.schedule import Action, ActionKind, Edges
 from mpimesh.trace import Category, Tracer
 
-__all__ = ["Executor"]
+__all__ = ["LOOK_EVERY_S", "Executor", "result_memory"]
 
 
 _POOLED_FROM_BYTES = 1 << 18
 
-_LOOK_EVERY_S = 500e-6
+LOOK_EVERY_S = 500e-6
 """Between small actions: a check for the abort signal polls MPI, too, and costs as much."""
 
 _Key = tuple[int, int]  # stage, microbatch
@@ -76,7 +77,7 @@ class Executor:
         self._tracer = tracer
         self._xp = xp
         self._results = ArrayPool()
-        self._memory = self._memory_for if xp is np else None
+        self._memory = partial(result_memory, self._results) if xp is np else None
         # What each stage's input comes from, and where its output goes, neighbours first.
         self._sources = {stage: [stage - 1, *edges.sources(stage)] for stage in stages}
         self._consumers = {stage: [stage + 1, *edges.destinations(stage)] for stage in stages}
@@ -136,7 +137,7 @@ class Executor:
         for action, looks, do, arguments in task.actions:
             if looks and perf_counter() >= next_look_s:
                 check_abort()
-                next_look_s = perf_counter() + _LOOK_EVERY_S
+                next_look_s = perf_counter() + LOOK_EVERY_S
             self.current = action
             do(self, *arguments)
         self.current = None
@@ -166,15 +167,6 @@ class Executor:
                 self._end_forward(stage, microbatch, y)
         if context is not None and stage < task.first_trained:
             del self._contexts[stage, microbatch]
-
-    def _memory_for(self, shape: tuple[int, ...], dtype: DType) -> Array | None:
-        """Return memory for a large result of a layer, of which later steps have the same.
-
-        The system would give it anew in each step, and zero it page by page: a quarter of the time
-        of a layer of some hundred features.
-        """
-        nbytes = math.prod(shape) * dtype.itemsize
-        return self._results.take(shape, dtype) if nbytes >= _POOLED_FROM_BYTES else None
 
     def _input(self, module: PipelineStage, stage: int, microbatch: int) -> Tree:
         """Return what a stage gets: of the one before it, along skips, and what enters there."""
@@ -331,6 +323,16 @@ class Executor:
             self._outputs[far, stage, microbatch] = structure.unflatten(leaves)
         else:
             self._gradients[way] = leaves
+
+
+def result_memory(pool: ArrayPool, shape: tuple[int, ...], dtype: DType) -> Array | None:
+    """Return memory for a large result of a layer, of which later steps have the same.
+
+    The system would give it anew in each step, and zero it page by page: a quarter of the time of a
+    layer of some hundred features.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    return pool.take(shape, dtype) if nbytes >= _POOLED_FROM_BYTES else None
 
 
 Bound: TypeAlias = tuple[Action, bool, Callable[..., None], tuple[Any, ...]]

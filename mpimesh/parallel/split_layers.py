@@ -194,6 +194,9 @@ class _Watching:
 
     _watch: _Watch | None = None
 
+    def settle(self) -> None:
+        """Wait for what is under way and was not needed in the end. Collective."""
+
     def notes(self) -> list[Any]:
         """Return what the other ranks are to know after a failure. Local."""
         return [] if self._watch is None else self._watch.notes()

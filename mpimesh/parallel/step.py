@@ -316,7 +316,8 @@ class Step:
         else:
             facts = self._batch.facts
             self._exchanges.begin(self._numbers, facts["step"], facts["replica"], self._own())
-        for layers in engine.waiting:
+        self._waiting = engine.waiting
+        for layers in self._waiting:
             layers.begin(self._check_abort)
         engine.why_no_step = _UNDER_WAY
         try:
@@ -334,9 +335,10 @@ class Step:
             raise
         finally:
             # Each of them knows this step, and holds arrays.
-            engine.links.end()
-            engine.pool.end_step()
-            for layers in engine.waiting:
+            if self._linked:
+                engine.links.end()
+                engine.pool.end_step()
+            for layers in self._waiting:
                 layers.end()
             engine.executor.end()
             self.task.end()
@@ -419,8 +421,9 @@ class Step:
         )
         if self._training:
             engine.begin_gradients(len(task.spans), self._check_abort)
-        self._linked = True
-        engine.links.begin(task, self._check_abort)
+        if engine.pipe.size > 1:
+            self._linked = True
+            engine.links.begin(task, self._check_abort)
         executor = engine.executor
         self._outside = False
         # Where losses are scaled, overflow is expected: the optimizer leaves out the step.
@@ -522,8 +525,10 @@ class Step:
                 self._fail(error)
             finally:
                 del error
-        engine.links.finish()
-        engine.layer_values.settle()
+        if self._linked:
+            engine.links.finish()
+        for layers in self._waiting:
+            layers.settle()
         if self._training:
             with engine.tracer.span(GRADIENTS, "wait"):
                 engine.buckets.synchronize()
@@ -606,14 +611,14 @@ class Step:
             "failure": None if failure is None else asdict(failure),
             "aborts": abort.is_set,
             "started": engine.buckets.started,
-            "layers": [layers.notes() for layers in engine.waiting],
+            "layers": [layers.notes() for layers in self._waiting],
             "sent": [
                 (engine.pipe.ranks[peer], tag, sizes) for peer, tag, sizes in engine.links.sent
             ],
         }
         notes = agree(scope, "the end of a failed step", mine)
         of_layers = dict(zip(scope.ranks, (one["layers"] for one in notes), strict=True))
-        for place, layers in enumerate(engine.waiting):
+        for place, layers in enumerate(self._waiting):
             layers.finish({rank: one[place] for rank, one in of_layers.items()})
         waiting = abort.drain(place for place, one in enumerate(notes) if one["aborts"])
         waiting += engine.links.drain(_to_me(engine, notes))

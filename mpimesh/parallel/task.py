@@ -365,7 +365,7 @@ class Task:
         self.num_given = 0
         self.free = False
         self.plan = _NOTHING
-        self.actions: Sequence[tuple[Any, ...]] = ()
+        self.actions: Sequence[Any] = ()
         self._planned_spans: tuple[slice | None, ...] = ()
         self._takes_x = False
         self._names: list[str] = []

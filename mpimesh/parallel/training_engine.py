@@ -55,6 +55,7 @@ from mpimesh.parallel.stage import (
     uses_of,
 )
 from mpimesh.parallel.task import Interface, Task, input_title
+from mpimesh.parallel.whole_model import WholeModel
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call
@@ -149,7 +150,6 @@ class TrainingEngine:
         optimizer: What the model is trained by, if that needs to know how it is cut.
         tensor: The layers that are split over a group of ranks.
         layer_values: The values that are here only while their layers run.
-        waiting: Both of these, whose layers wait for other ranks within a step.
         frozen_values: Those of frozen parameters that other ranks of the node read, too.
         titles: The names of all inputs in messages: ``x``, and those that enter at stages.
         exchanges: What the ranks tell each other at the start and the end of each step.
@@ -219,14 +219,19 @@ class TrainingEngine:
             tracer=self.tracer,
         )
         self.library = self._join_links()
-        self.executor = Executor(
-            self.local,
-            self.plans.edges,
-            links=self.links,
-            reduce_grad=self.reduce_gradients,
-            tracer=self.tracer,
-            xp=self.xp,
-        )
+        self.executor: Executor | WholeModel
+        reduce_grad, tracer, xp = self.reduce_gradients, self.tracer, self.xp
+        if len(self.stages) == 1:
+            self.executor = WholeModel(self.stages[0], reduce_grad, tracer=tracer, xp=xp)
+        else:
+            self.executor = Executor(
+                self.local,
+                self.plans.edges,
+                links=self.links,
+                reduce_grad=reduce_grad,
+                tracer=tracer,
+                xp=xp,
+            )
         self.ties = Ties(ties, mesh=mesh, pipe=pipe, data=data)
         everything = [parameter for _, parameter, _ in self._named]
         self.tensor.make_groups(mesh, scope, data, everything, [tie.parameter for tie in ties])
@@ -294,6 +299,14 @@ class TrainingEngine:
     def replicas_are_all(self) -> bool:
         """Whether sums over the replicas go among the ranks that agree on steps."""
         return 1 < self.data.size == self.scope.size
+
+    @property
+    def waiting(self) -> list[TensorModel | LayerValues]:
+        """Those whose layers wait for other ranks within a step. Alike on all ranks."""
+        return [
+            *([] if self.tensor.group is None else [self.tensor]),
+            *([self.layer_values] if self.layer_values.meets else []),
+        ]
 
     @property
     def meets_at_end(self) -> bool:
@@ -608,7 +621,6 @@ class TrainingEngine:
         }
         self.tensor = TensorModel(self.stages)
         check_dims(self.mesh, stages=self.pipe, replicas=self.data, parts=self.tensor.group)
-        self.waiting = (self.tensor, self.layer_values)
         return self._rule(options)
 
     def _questions_of_values(
