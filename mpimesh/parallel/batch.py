@@ -81,7 +81,6 @@ class Batch:
         values: Once it is checked, what was given, by title: each value, or its microbatches.
         sizes: The rows of the batch, or of each of its microbatches.
         is_split: Whether the values are this rank's blocks of split arrays.
-        origin: Which of the batches of Batches the last split array is; None if it is of none.
         facts: What the ranks compare.
     """
 
@@ -98,7 +97,6 @@ class Batch:
     values: dict[str, Sequence[Tree]] = field(init=False, default_factory=dict)
     sizes: tuple[int, ...] = field(init=False, default=())
     is_split: bool = field(init=False, default=False)
-    origin: str | None = field(init=False, default=None)
     facts: Facts = field(init=False, default_factory=dict)
 
     @property
@@ -175,7 +173,7 @@ class Batch:
         """
         who = f"rank {engine.mesh.rank}"
         self.describe(engine)
-        sizes, split = self._take(engine)
+        sizes, split, origin = self._take(engine)
         missing = self._missing(engine)
         if missing:
             raise ShapeError(f"{who} holds {missing}, got None")
@@ -220,7 +218,7 @@ class Batch:
                 if self.training
                 else None,
                 "denominator": given,
-                "origin": self.origin,
+                "origin": origin,
                 "loaded": engine.loaded or None,
             }
         if is_cut and replica is None:
@@ -258,11 +256,14 @@ class Batch:
             **{name: {} for name in ("kinds", "sums", "parameters")},
         }
 
-    def _take(self, engine: TrainingEngine) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    def _take(
+        self, engine: TrainingEngine
+    ) -> tuple[dict[str, tuple[int, ...]], list[str], str | None]:
         """Take in all that was given here.
 
         Returns:
-            The rows of each value, or of its microbatches, by title; and which are split arrays.
+            The rows of each value, or of its microbatches, by title; which are split arrays; and
+            which of the batches of Batches the last of these is, None if it is of none.
         """
         inputs = {} if self.inputs is None else self.inputs
         if not isinstance(inputs, Mapping):
@@ -276,12 +277,12 @@ class Batch:
                 )
         sizes: dict[str, tuple[int, ...]] = {}
         split: list[str] = []
+        origins: list[object] = [None]
         for title, value in self._given().items():
             blocks: list[Array] = []
 
             def block(x: DTensor, path: str, blocks: list[Array] = blocks) -> Array:
-                origin = getattr(x, "_origin", None)
-                self.origin = origin if isinstance(origin, str) else None
+                origins.append(getattr(x, "_origin", None))
                 blocks.append(_block(engine, x, path))
                 return blocks[-1]
 
@@ -294,7 +295,7 @@ class Batch:
                         f"{title} holds split arrays and others: give each as a DTensor that is "
                         "split by rows, or none"
                     )
-        return sizes, split
+        return sizes, split, origins[-1] if isinstance(origins[-1], str) else None
 
     def _given(self) -> dict[str, Any]:
         """Return the values that this rank was given, by title."""

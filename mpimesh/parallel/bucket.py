@@ -39,11 +39,13 @@ import numpy as np
 from mpimesh.arrays import Array, DType, ReduceOp, namespace
 from mpimesh.arrays.memory import ArrayPool
 from mpimesh.comm.requests import Condition
+from mpimesh.core.call import PlanRecord
 from mpimesh.errors import ModuleStateError
 from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import ELSEWHERE, ZERO
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.persistent import PersistentCollective
+from mpimesh.runtime.traffic import Rule, all_reduced, uniform
 from mpimesh.trace import Tracer
 
 __all__ = [
@@ -446,6 +448,14 @@ class Bucket:
             self.handle = self.group.reduce_scatter(
                 self.flat, self._op, sizes=sizes, out=out, label=self._label
             )
+
+    def received(self) -> tuple[int, int]:
+        """Return the bytes and the messages that this rank receives in the reduction. Local."""
+        shard = self.shard
+        by: tuple[Rule, int] = (all_reduced, self.nbytes)
+        if shard is not None:
+            by = uniform, (shard.part.stop - shard.part.start) * int(self.dtype.itemsize)
+        return self.group._core.received(PlanRecord(self.nbytes, by))
 
     def finish(self, tracer: Tracer) -> None:
         """Wait for the reduction, if it is under way."""

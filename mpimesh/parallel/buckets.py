@@ -42,7 +42,7 @@ import numpy as np
 from mpimesh.arguments import as_flag, as_int, as_items, as_real, check_kind, shown
 from mpimesh.arrays import DType, OpLike, ReduceOp, as_reduce_op, namespace
 from mpimesh.arrays.memory import ArrayPool
-from mpimesh.errors import ModuleError, ModuleStateError
+from mpimesh.errors import BudgetError, ModuleError, ModuleStateError
 from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import as_parameters, float_dtype
 from mpimesh.parallel.bucket import Bucket, Reductions
@@ -490,6 +490,18 @@ class GradientBuckets:
         """
         if not self.accumulating:
             self._line.start_all()
+
+    def excess(self) -> BudgetError | None:
+        """Return the error of a budget that the reductions of a cycle would exceed. Local.
+
+        None if they do not, or under :meth:`no_sync`.
+        """
+        traffic = self._mesh.traffic()
+        if self.accumulating or not traffic.budgets:
+            return None
+        each = [bucket.received() for bucket in self._line.buckets]
+        nbytes, messages = (sum(counts) for counts in zip((0, 0), *each, strict=True))
+        return traffic.excess_of("the sum of the gradients", nbytes, messages)
 
     def synchronize(self, *, strict: bool = False) -> None:
         """Wait until every gradient is reduced. Collective; under :meth:`no_sync` does nothing.

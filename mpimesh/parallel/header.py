@@ -47,7 +47,6 @@ UNKNOWN = -(1 << 62)
 _BITS = 62
 CODES = 1 << _BITS
 """So many codes of what a rank was given there are."""
-_PIECES = 2
 _CALL = 2
 _TEXTS = 5
 """Numbers of a header before those of inputs: rows, microbatches, call, goal, sizes."""
@@ -145,8 +144,8 @@ class StepExchanges:
         self._inputs = inputs
         self._replicas = replicas
         # In two dims, as no bucket is: ranks of a node can tell it from one.
-        self._pieces = range(_PIECES if codes else 0)
-        self._status_numbers = numbers = np.zeros((1, 2 + 2 * len(self._pieces)))
+        self._status_numbers = numbers = np.zeros((1, 6 if codes else 2))
+        self._compares = codes
         # Sums of squares of so many bits are exact.
         self._piece_bits = (53 - (scope.size - 1).bit_length()) // 2
         self._is_solo = scope.size == 1
@@ -223,20 +222,20 @@ class StepExchanges:
         if self._is_solo:
             return failed, loss, True
         bits, self.is_alone = self._piece_bits, False
-        pieces = [code >> place * bits & (1 << bits) - 1 for place in self._pieces]
-        self._status_numbers[0] = failed, loss, *pieces, *(piece * piece for piece in pieces)
+        low, high = code & (1 << bits) - 1, code >> bits & (1 << bits) - 1
+        mine = (failed, loss, low, high, low * low, high * high)
+        self._status_numbers[0] = mine if self._compares else mine[:2]
         try:
-            (row,) = self._status.start().resolve().tolist()
+            ((failures, total, *sums),) = self._status.start().resolve().tolist()
         except MpimeshError:
             self.is_alone = True
             raise
-        middle = 2 + len(self._pieces)
+        if not self._compares:
+            return failures > 0, total, True
         # By Cauchy and Schwarz: the mean of squares is the square of the mean where all are alike.
-        alike = all(
-            int(total) ** 2 == self._scope.size * int(square)
-            for total, square in zip(row[2:middle], row[middle:], strict=True)
-        )
-        return row[0] > 0, row[1], alike
+        low, high, of_low, of_high = map(int, sums)
+        size = self._scope.size
+        return failures > 0, total, low * low == size * of_low and high * high == size * of_high
 
     def size_of_own(self, numbers: Sequence[int], replica: int | None, own: Sequence[int]) -> Size:
         """Return the size of a batch of which each replica has its own rows. Collective.

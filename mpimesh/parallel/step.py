@@ -273,8 +273,6 @@ class Step:
     def __init__(self, engine: TrainingEngine, batch: Batch) -> None:
         self._engine = engine
         self._batch = batch
-        self._exchanges = engine.exchanges
-        self._training = batch.training
         self._at_end = engine.meets_at_end
         self._abort = AbortSignal(engine.scope)
         self._has_met = False
@@ -315,7 +313,7 @@ class Step:
             self._header_read = True
         else:
             facts = self._batch.facts
-            self._exchanges.begin(self._numbers, facts["step"], facts["replica"], self._own())
+            engine.exchanges.begin(self._numbers, facts["step"], facts["replica"], self._own())
         self._waiting = engine.waiting
         for layers in self._waiting:
             layers.begin(self._check_abort)
@@ -325,7 +323,7 @@ class Step:
             with engine.scope._core.progress.keeping(problem):
                 loss = self._end(problem)
         except BaseException as error:
-            if getattr(error, "agreed", False) and not self._exchanges.is_alone:
+            if getattr(error, "agreed", False) and not engine.exchanges.is_alone:
                 engine.why_no_step = ""
                 raise
             # Without an agreement with the other ranks, such as after Ctrl-C.
@@ -385,8 +383,8 @@ class Step:
             self._numbers,
             batch.code(engine, self._numbers) if self._at_end else 0,
             batch.size(engine),
-            training=self._training,
-            first_trained=engine.first_trained if self._training else 0,
+            training=self._batch.training,
+            first_trained=engine.first_trained if self._batch.training else 0,
         )
         if signature is not None:
             if len(engine.tasks) == _MOST_TASKS:
@@ -397,18 +395,18 @@ class Step:
     def _work(self) -> None:
         engine, batch, task = self._engine, self._batch, self.task
         size = task.expected
-        # Ranks in different steps would meet in the sums of replicas or in split layers.
-        meets = (
-            (self._training and engine.replicas_are_all)
-            or engine.tensor.is_split
-            or engine.layer_values.meets
-        )
         if self._at_end:
             size = self._ask_size() if size is None else size
-        elif size is None or meets:
+        # Ranks in different steps would meet in the sums of replicas or in split layers.
+        elif (
+            size is None
+            or (batch.training and engine.replicas_are_all)
+            or engine.tensor.is_split
+            or engine.layer_values.meets
+        ):
             waited = Condition(self._has_header)
             engine.scope._core.wait_for(waited, what="the size of the batch")
-            size = self._exchanges.read()
+            size = self._engine.exchanges.read()
             self._header_read = True
         if task.size != size:
             self._lay_out(size)
@@ -419,8 +417,8 @@ class Step:
             loss=loss,
             denominator=1.0 if loss is None else batch.divisor(engine, size),
         )
-        if self._training:
-            engine.begin_gradients(len(task.spans), self._check_abort)
+        if self._batch.training:
+            engine.begin_gradients(len(task.spans), self._check_abort, holds=self._at_end)
         if engine.pipe.size > 1:
             self._linked = True
             engine.links.begin(task, self._check_abort)
@@ -436,7 +434,7 @@ class Step:
 
     def _ask_size(self) -> Size:
         """Return the size of a batch of which each replica has its own rows. Collective."""
-        batch, exchanges = self._batch, self._exchanges
+        batch, exchanges = self._batch, self._engine.exchanges
         failed, _, alike = exchanges.meet(failed=False, loss=0.0, code=self._code(_SIZES))
         if failed or not (alike or self._is_same()):
             self._has_met = True  # who has failed or does not ask is at the end of its step
@@ -467,7 +465,7 @@ class Step:
             raise ShapeError("the mean loss over a batch of no rows does not exist")
         task.lay_out(
             size,
-            engine.interfaces.setdefault((self._training, kinds), {}),
+            engine.interfaces.setdefault((self._batch.training, kinds), {}),
             stages=engine.local,
             replicas=engine.data.size,
             replica=engine.data.rank or 0,
@@ -476,7 +474,7 @@ class Step:
             sizes=self._batch.sizes if self._batch.facts["count"] else (),
         )
         task.plan = engine.plans.plan(
-            len(task.spans), training=self._training, first_trained=task.first_trained
+            len(task.spans), training=self._batch.training, first_trained=task.first_trained
         )
         task.actions = engine.executor.bind(task.plan.actions)
 
@@ -490,7 +488,7 @@ class Step:
 
     def _has_header(self) -> bool:
         """Tell whether the header can be read; raise if another rank has failed meanwhile."""
-        if self._exchanges.test():
+        if self._engine.exchanges.test():
             return True
         self._abort.check()
         return False
@@ -498,26 +496,28 @@ class Step:
     def _check_abort(self) -> None:
         """End this rank's work if another has failed, or the header tells of a disagreement."""
         self._abort.check()
-        if not self._header_read and self._exchanges.test():
+        if not self._header_read and self._engine.exchanges.test():
             self._header_read = True
             self._outside = True
-            self._exchanges.read()
+            self._engine.exchanges.read()
             self._outside = False
 
     # -- the end, with all ranks ------------------------------------------------------------
 
     def _end(self, error: Exception | None) -> float:
-        engine = self._engine
+        engine, batch = self._engine, self._batch
         at_odds = self._has_met or not (self._at_end or self._agreed())
-        if self._training and not (at_odds or self._at_end):
+        if batch.training and not (at_odds or self._at_end):
             engine.buckets.start()
         if error is None:
             error = self._over_budget.take() or self._refusal()
+        if error is None and self._at_end and batch.training:
+            error = engine.buckets.excess()  # which come when it is too late to refuse
         loss = engine.executor.loss if engine.counts_loss else 0.0
         failed, alike = False, True
         if not self._has_met:
             with engine.tracer.span(END_OF_STEP, "wait"):
-                failed, loss, alike = self._exchanges.meet(
+                failed, loss, alike = engine.exchanges.meet(
                     failed=error is not None, loss=loss, code=self._code()
                 )
         if failed or at_odds or not (alike or self._is_same()):
@@ -529,7 +529,7 @@ class Step:
             engine.links.finish()
         for layers in self._waiting:
             layers.settle()
-        if self._training:
+        if batch.training:
             with engine.tracer.span(GRADIENTS, "wait"):
                 engine.buckets.synchronize()
             engine.step += 1
@@ -553,9 +553,9 @@ class Step:
     def _agreed(self) -> bool:
         """Wait until every rank has begun the step; tell whether all were given what fits."""
         try:
-            self._exchanges.read()
+            self._engine.exchanges.read()
         except MpimeshError:  # on all ranks alike
-            if self._exchanges.is_alone:
+            if self._engine.exchanges.is_alone:
                 raise
             return False
         return True
@@ -607,7 +607,7 @@ class Step:
         scope = engine.scope
         mine = {
             "facts": self._batch.facts,
-            "training": self._training,
+            "training": self._batch.training,
             "failure": None if failure is None else asdict(failure),
             "aborts": abort.is_set,
             "started": engine.buckets.started,

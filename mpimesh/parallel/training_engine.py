@@ -442,8 +442,12 @@ class TrainingEngine:
 
     # -- in a step --------------------------------------------------------------------------
 
-    def begin_gradients(self, num_microbatches: int, check_abort: Callable[[], None]) -> None:
+    def begin_gradients(
+        self, num_microbatches: int, check_abort: Callable[[], None], *, holds: bool
+    ) -> None:
         """Announce the backwards of a step, which `check_abort` raises to leave. Local.
+
+        With `holds` no sum starts before the step's status.
 
         Raises:
             ModuleStateError: If gradients of another adder wait, which would be mixed with these.
@@ -459,7 +463,6 @@ class TrainingEngine:
                 "are missing, or flush(), or give them up by zero_grad(), as this error did"
             )
         self.added_by = self.adder
-        holds = self.meets_at_end
         self.buckets.begin(num_microbatches, check_abort=check_abort, holds=holds)
         self._in_backward = set(self.local)
 

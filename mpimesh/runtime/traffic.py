@@ -453,7 +453,11 @@ class Traffic(Limits):
         self, call: Call, rule: Rule, members: Members, amount: Amount
     ) -> BudgetError | None:
         """Return the error of the budget that an operation would exceed. Nothing is counted."""
-        return _excess(self.budgets, call, "would receive", *_sums(rule, members, amount))
+        return self.excess_of(call, *_sums(rule, members, amount))
+
+    def excess_of(self, what: object, nbytes: int, messages: int) -> BudgetError | None:
+        """Return the error of the budget that so much more would exceed. Nothing is counted."""
+        return _excess(self.budgets, what, "would receive", nbytes, messages)
 
     def admit_by(self, call: Call, rule: Rule, members: Members, amount: Amount) -> None:
         """Let budgets count an operation that is about to start, as :meth:`admit` does."""

@@ -147,6 +147,35 @@ def test_a_step_over_its_budget_ends_alike_on_all_ranks(where, checks, monkeypat
     assert texts[0].startswith("rank 3: " if where == "rank 3" else "rank 0: ")
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("where", ["all ranks", "rank 1"])
+def test_a_sum_over_a_budget_is_refused_before_it_starts(where, stage):
+    def body(mesh):
+        model = DataParallel(nn.Sequential(layers()), mesh, dtype=np.float64)
+        optimizer = ParallelOptimizer(optim.SGD(model.parameters(), lr=0.1), model, zero=stage)
+        expected = step(model, optimizer=optimizer)
+        values = model.full_state_dict()
+        nbytes = 300 if where == "all ranks" or mesh.rank == 1 else None
+        too_much = raises(BudgetError, "300 bytes", "sum of the gradients")
+        with mesh.budget(bytes=nbytes) as budget, too_much as caught:
+            step(model, optimizer=optimizer)
+        assert caught.value.agreed
+        assert 0 < budget.used_bytes < 300
+        for name, value in model.full_state_dict().items():
+            np.testing.assert_array_equal(value, values[name])
+        assert model.step == 1
+        with mesh.budget() as needed:
+            assert step(model, optimizer=optimizer) < expected
+        with mesh.budget(bytes=needed.used_bytes, messages=needed.used_messages):
+            step(model, optimizer=optimizer)
+        assert model.step == 3
+        return str(caught.value)
+
+    texts = on_ranks("dp=3", body)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("rank 1: " if where == "rank 1" else "rank 0: ")
+
+
 def test_a_step_that_needs_just_what_it_may_goes_well():
     def body(mesh):
         pipe = make_pipeline(mesh)
