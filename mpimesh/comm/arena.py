@@ -31,6 +31,7 @@ from mpimesh.arguments import digest_bits
 from mpimesh.arrays.memory import address_of, memory_at
 from mpimesh.arrays.namespace import HostArray
 from mpimesh.core.node import DOOR_BYTES, Door, Engine, can_read
+from mpimesh.core.pool import MOST_BYTES, Pool
 from mpimesh.errors import TransportError
 
 __all__ = ["Arena", "FreeList", "Node", "WarmParts", "door_of"]
@@ -73,6 +74,7 @@ class Arena:
         place: Where it begins in this process.
         token: What stands in its first eight bytes, to tell it from any other file.
         door: Where this process sleeps.
+        pool: Hands out small parts.
 
     Raises:
         TransportError: If this system has no such files, or no address space for one.
@@ -93,6 +95,7 @@ class Arena:
         self.place: int = self.memory.__array_interface__["data"][0]
         self.nbytes = self.memory.nbytes
         self._parts = FreeList(self.nbytes)
+        self.pool = Pool(self._chunk)
         if warm_bytes is None:
             warm_bytes = min(_MOST_WARM_BYTES, _physical_bytes() // _WARM_SHARE)
         self._warm = WarmParts(warm_bytes)
@@ -106,7 +109,7 @@ class Arena:
         """Bytes that are handed out."""
         with self._lock:
             self._take_back()
-            return self._parts.used_bytes - self._warm.nbytes
+            return self._parts.used_bytes - self._warm.nbytes - self.pool.free_bytes
 
     def empty(self, nbytes: int) -> HostArray | None:
         """Return uninitialised bytes, on cache lines of their own; None if none are left.
@@ -114,6 +117,8 @@ class Arena:
         They are taken back when no array refers to them any more. A forked child gets none: its
         parent would hand the same out.
         """
+        if nbytes <= MOST_BYTES:
+            return self.pool.empty(nbytes)
         if os.getpid() != self._pid:
             return None
         unit = _CACHE_LINE_BYTES
@@ -133,6 +138,13 @@ class Arena:
         living = self._living[at] = _Living(part, self._has_ended)
         living.at = at
         return part
+
+    def _chunk(self, nbytes: int) -> int:
+        """Return the address of bytes that the pool keeps; 0 if none are left."""
+        with self._lock:
+            self._take_back()
+            at, _ = self._take(nbytes, _CACHE_LINE_BYTES)
+        return 0 if at is None else self.place + at
 
     def _take(self, size: int, unit: int) -> tuple[int | None, bool]:
         """Return where `size` bytes begin, and whether their pages are there."""
