@@ -73,6 +73,6 @@ setup(
             define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
             extra_compile_args=FLAGS,
         )
-        for name in ("node", "mail", "call", "pool")
+        for name in ("node", "mail", "call", "pool", "dispatch")
     ],
 )

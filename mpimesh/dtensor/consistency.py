@@ -26,6 +26,7 @@ import numpy as np
 from mpimesh.arguments import digest_text
 from mpimesh.arrays import DType, HostArray
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
+from mpimesh.core.dispatch import floats_are_quiet, warnings_raise
 from mpimesh.errors import LayoutError, MismatchError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, Replicate, Shard
 from mpimesh.runtime import DeviceMesh
@@ -114,13 +115,10 @@ def with_float_errors(mesh: DeviceMesh, name: str, do: Callable[[], R]) -> R:
     caller's, or warnings that are errors, all of which must be alike on all ranks. They are noted
     until all is done, for a rank that raised in between would leave the others waiting.
     """
+    if floats_are_quiet() or not mesh.contains_rank(mesh.rank):
+        return do()
     modes: Any = np.geterr()
-    found = modes.values()
-    warns = "warn" in found and _warnings_raise()
-    if not (warns or "raise" in found or "call" in found):
-        return do()
-    if not mesh.contains_rank(mesh.rank):
-        return do()
+    warns = "warn" in modes.values() and warnings_raise()
     raising = {"raise", "call", "log", *(["warn"] if warns else [])}
     own: Any = np.geterrcall()
     met: dict[str, int] = {}
@@ -157,28 +155,6 @@ _FLOAT_ERRORS = {
     "underflow": "under",
     "invalid value": "invalid",
 }
-
-
-def _warnings_raise() -> bool:
-    """Tell whether a warning of NumPy about floats is raised as an error."""
-    filters, raises = _last_filters[0]
-    if filters != warnings.filters:  # each operator asks, and they seldom change
-        filters = [*warnings.filters]
-        raises = _raise_floats(filters)
-        _last_filters[0] = filters, raises
-    return raises
-
-
-def _raise_floats(filters: Sequence[Any]) -> bool:
-    for action, message, category, _, _ in filters:  # the first one that fits counts
-        if category in _ABOVE and (message is None or message.match("overflow encountered in add")):
-            return bool(action == "error")
-    return False
-
-
-_ABOVE = RuntimeWarning.__mro__
-_last_filters: list[tuple[list[Any], bool]] = [([], False)]
-"""The filters of warnings that were there last, and what they say."""
 
 
 def call_compared(

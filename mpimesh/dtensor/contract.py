@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import DType
-from mpimesh.dtensor.dispatch import implements, sure_rule_of
+from mpimesh.core.dispatch import Entry
+from mpimesh.dtensor.dispatch import implements, plans, sure_rule_of
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.elementwise import call, plain, ufunc_rule
 from mpimesh.dtensor.linear import linear_for
@@ -19,6 +20,7 @@ from mpimesh.dtensor.run import (
     axes_of,
     checked_out,
     implements_by_name,
+    planned,
     run,
     shape_of,
     store,
@@ -49,10 +51,7 @@ def matmul(a: Any, b: Any, /, out: Any = None, **kwargs: Any) -> DTensor:
         return _with_axes(np.matmul, a, b, rows, output, out, kwargs)
     kwargs.pop("axes", None)
     a, b = plain(a), plain(b)
-    matmul_pattern(shape_of(a), shape_of(b))  # refuses shapes that do not fit
-    kind = _kind(lambda *ones: np.matmul(*ones, **kwargs), [a, b], 2)
-    op, linear = _reduction([a, b], kind)
-    found = matmul_pattern(shape_of(a), shape_of(b), op=op, linear=linear)
+    found, kind = _product(a, b, kwargs)
     return _contracted(
         lambda left, right, into: np.matmul(left, right, out=into, **kwargs),
         [a, b],
@@ -60,6 +59,24 @@ def matmul(a: Any, b: Any, /, out: Any = None, **kwargs: Any) -> DTensor:
         kind,
         out,
     )
+
+
+def _product(a: Any, b: Any, options: dict[str, Any]) -> tuple[Contraction, DType]:
+    """Return the matrix product of two arrays as a contraction, and its dtype."""
+    matmul_pattern(shape_of(a), shape_of(b))  # refuses shapes that do not fit
+    kind = _kind(lambda *ones: np.matmul(*ones, **options), [a, b], 2)
+    op, linear = _reduction([a, b], kind)
+    return matmul_pattern(shape_of(a), shape_of(b), op=op, linear=linear), kind
+
+
+@plans(np.matmul)
+def _planned(
+    ufunc: np.ufunc, args: tuple[Any, ...], _: dict[str, Any], into: DTensor | None
+) -> Entry | None:
+    """Decide on a matrix product without options."""
+    a, b = args
+    found, kind = _product(a, b, {})
+    return planned(ufunc, args, found.pattern, found.shape, kind, into=into)
 
 
 @implements(np.einsum)

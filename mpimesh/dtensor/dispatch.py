@@ -7,26 +7,37 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from mpimesh.core.dispatch import Entry
 from mpimesh.errors import NoRuleError
 
 __all__ = [
     "ADVICE",
     "FACTS",
     "FUNCTIONS",
+    "PLANNERS",
     "REFUSED",
     "StandIn",
     "allow_gather",
     "implements",
     "may_gather",
     "name_of",
+    "plans",
     "rule_of",
     "sure_rule_of",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = TypeVar("P", bound="Planner")
 
 FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
 """For each function of NumPy the one that does it on split arrays."""
+
+
+Planner = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Entry | None]
+"""Decides on a kind of call: gets the function, its arguments, options and what it writes into."""
+
+PLANNERS: dict[Callable[..., Any], tuple[Planner, int]] = {}
+"""For functions whose calls are looked up: what decides, and how many arguments are operands."""
 
 
 FACTS: set[Callable[..., Any]] = set()
@@ -56,6 +67,26 @@ def implements(*functions: Callable[..., Any], fact: bool = False) -> Callable[[
         if fact:
             FACTS.update(functions)
         return function
+
+    return register
+
+
+def plans(*functions: Callable[..., Any], operands: int = 1) -> Callable[[P], P]:
+    """Mark a function as the planner of calls of NumPy's `functions`; see :func:`adopt`.
+
+    It is local, and refuses what their rule does. `operands` is how many arguments come first of
+    which numbers count by their types alone.
+    """
+
+    def register(planner: P) -> P:
+        def decide(*call: Any) -> Entry | None:
+            try:
+                return planner(*call)
+            except NoRuleError:  # its rule says so, or whole arrays are gathered
+                return None
+
+        PLANNERS.update(dict.fromkeys(functions, (decide, operands)))
+        return planner
 
     return register
 

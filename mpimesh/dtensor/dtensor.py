@@ -8,13 +8,14 @@ from functools import partial
 from inspect import signature
 from math import prod
 from operator import getitem, setitem
-from typing import Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import numpy as np
 
 from mpimesh.arguments import as_shape, shown
 from mpimesh.arrays import Array, DType, HostArray
 from mpimesh.arrays.dtypes import as_dtype
+from mpimesh.core.dispatch import adopt
 from mpimesh.dtensor.consistency import (
     CallNumber,
     agreed_blocks,
@@ -31,6 +32,7 @@ from mpimesh.dtensor.dispatch import (
     ADVICE,
     FACTS,
     FUNCTIONS,
+    PLANNERS,
     StandIn,
     may_gather,
     name_of,
@@ -88,10 +90,13 @@ class DTensor(Methods):
     `local`, what permutes axes (`T`), `np.expand_dims`, `real` and `imag`.
     """
 
-    __slots__ = ("__weakref__", "_block", "_dtype", "_layout", "_mesh", "_origin", "_shape")
+    __slots__ = ()
 
-    _origin: CallNumber | str
-    """The call that made it, with checks on; or the batch of Batches that it is; or unset."""
+    if TYPE_CHECKING:
+        _mesh: DeviceMesh
+        _block: HostArray | None
+        _origin: CallNumber | str | None
+        """The call that made it, with checks on; or the batch of Batches that it is; or None."""
 
     def __init__(
         self,
@@ -113,11 +118,8 @@ class DTensor(Methods):
             )
         if block is not None and not isinstance(block, np.ndarray):
             raise ShapeError(f"block must be a NumPy array or None, got {shown(block)}")
-        self._mesh = as_live(mesh)
-        self._layout: Layout = layout
-        self._shape: tuple[int, ...] = as_shape(shape)
-        self._dtype: DType = as_dtype(dtype)
-        self._block: HostArray | None = block
+        live = as_live(mesh)
+        self._hold(live, live._core.dispatch, layout, as_shape(shape), as_dtype(dtype), block)
         is_member = layout.mesh.contains_rank(mesh.rank)
         expected = layout.local_shape(self.shape, mesh.rank) if is_member else None
         found = None if block is None else (block.shape, block.dtype)
@@ -172,21 +174,6 @@ class DTensor(Methods):
         compare_copies(own, mesh, layout, "from_local")
         return numbered(made, number)
 
-    @classmethod
-    def _of_block(
-        cls,
-        mesh: DeviceMesh,
-        layout: Layout,
-        shape: tuple[int, ...],
-        dtype: DType,
-        block: HostArray | None,
-    ) -> DTensor:
-        """Return the tensor of a block that is known to be the right one. Local."""
-        made = cls.__new__(cls)
-        made._mesh, made._layout, made._shape, made._dtype = mesh, layout, shape, dtype
-        made._block = block
-        return made
-
     # -- facts of the whole, and this rank's block: local ----------------------------------
 
     @property
@@ -197,17 +184,19 @@ class DTensor(Methods):
     @property
     def layout(self) -> Layout:
         """The layout of the array on the mesh, as a value."""
-        return self._layout
+        layout: Layout = self._spec.layout
+        return layout
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The global shape; :meth:`reshape` gives an array of another one."""
-        return self._shape
+        return self._spec.shape
 
     @property
     def dtype(self) -> DType:
         """The dtype of the elements; :meth:`astype` gives an array of another one."""
-        return self._dtype
+        dtype: DType = self._spec.dtype
+        return dtype
 
     @property
     def local(self) -> HostArray:
@@ -314,7 +303,9 @@ class DTensor(Methods):
         target = self._target(placements, mesh)
         goal = self.mesh if mesh is None else mesh
         check_max_bytes(max_bytes)
-        plan = plan_redistribute(self.mesh, self.layout, goal, target, self.shape, self.itemsize)
+        plan = plan_redistribute(
+            self.mesh, self._spec.layout, goal, target, self._spec.shape, self.itemsize
+        )
         return replace(plan, collective=None) if max_bytes else plan
 
     def redistribute(
@@ -354,7 +345,7 @@ class DTensor(Methods):
                 started: CollectiveTensor[DTensor] = moving.start(self._mesh, self._block, made)
                 return started.resolve()
         target = self._target(placements, mesh)
-        if (mesh is None or mesh is self._mesh) and target == self._layout:
+        if (mesh is None or mesh is self._mesh) and target == self._spec.layout:
             number = compare_call(self._mesh, "redistribute", (self, target.text))
             return numbered(self.copy(), number)
         if key is not None and not core.context.settings.checks:
@@ -426,12 +417,16 @@ class DTensor(Methods):
         return moving.start(self._mesh, self._block, made, max_bytes=max_bytes)
 
     def _to(self, goal: DeviceMesh, target: Layout) -> Redistribution:
-        return redistribution(self._mesh, self._layout, goal, target, self._shape, self._dtype)
+        return redistribution(
+            self._mesh, self._spec.layout, goal, target, self._spec.shape, self._spec.dtype
+        )
 
     def _moved(
         self, goal: DeviceMesh, target: Layout, number: CallNumber | None, block: HostArray | None
     ) -> DTensor:
-        return numbered(DTensor._of_block(goal, target, self._shape, self._dtype, block), number)
+        return numbered(
+            DTensor._of_block(goal, target, self._spec.shape, self._spec.dtype, block), number
+        )
 
     @overload
     def full(self, *, root: None = None) -> HostArray: ...
@@ -455,10 +450,10 @@ class DTensor(Methods):
                 get a MismatchError with ``MPIMESH_CHECKS`` on; without, they wait until those end.
         """
         if root is None:
-            target = fitting_layout(self.mesh, (Replicate(),) * self.mesh.ndim, self.shape)
+            target = fitting_layout(self.mesh, (Replicate(),) * self.mesh.ndim, self._spec.shape)
         else:
             try:
-                self.layout.mesh.offset_of(root)
+                self._spec.layout.mesh.offset_of(root)
             except MpimeshError as error:
                 if self.is_member:
                     self.mesh.group()._core.poison(Call("full", WORLD), error)
@@ -481,9 +476,11 @@ class DTensor(Methods):
         """Return a tensor with a copy of the block. Local."""
         block = None
         if self._block is not None:
-            block = self.mesh.shared_empty(self._block.shape, self.dtype)
+            block = self.mesh.shared_empty(self._block.shape, self._spec.dtype)
             block[...] = self._block
-        made = DTensor._of_block(self.mesh, self.layout, self.shape, self.dtype, block)
+        made = DTensor._of_block(
+            self.mesh, self._spec.layout, self._spec.shape, self._spec.dtype, block
+        )
         return numbered(made, getattr(self, "_origin", None))
 
     def _target(self, placements: PlacementLike | None, mesh: DeviceMesh | None) -> Layout:
@@ -491,13 +488,13 @@ class DTensor(Methods):
         if not isinstance(goal, DeviceMesh):
             raise LayoutError(f"an array is moved to a DeviceMesh, got {goal!r}")
         return fitting_layout(
-            goal, self.placement if placements is None else placements, self._shape
+            goal, self.placement if placements is None else placements, self._spec.shape
         )
 
     # -- NumPy -----------------------------------------------------------------------
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Do a ufunc of NumPy, or one of its methods, such as ``np.add.reduce``."""
+    def _do_ufunc(self, ufunc: np.ufunc, method: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Do a ufunc of NumPy, or one of its methods, by its rule."""
         if any(isinstance(one, StandIn) for one in (*args, *kwargs.get("out", ()))):
             return NotImplemented
         name = f"numpy.{ufunc.__name__}" + ("" if method == "__call__" else f".{method}")
@@ -512,10 +509,10 @@ class DTensor(Methods):
 
         return call_compared(self._mesh, name, args, do, kwargs)
 
-    def __array_function__(
+    def _do_function(
         self, function: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Do a function of NumPy by the rule that split arrays have for it.
+        """Do a function of NumPy by its rule.
 
         One without a rule works on whole arrays: where all ranks have them, or may gather them.
         """
@@ -543,7 +540,7 @@ class DTensor(Methods):
                     _check_whole((args, kwargs), error)
         return gathered(function, args, kwargs)
 
-    def __getitem__(self, key: Any) -> Any:
+    def _do_item(self, key: Any) -> Any:
         return call_compared(
             self._mesh, "getitem", (self, key), lambda: self._do(getitem, (self, key), {})
         )
@@ -607,6 +604,9 @@ def _check_out(x: DTensor, goal: DeviceMesh, target: Layout, out: Any) -> None:
         )
     if out.is_member and not out.local.flags.writeable:
         raise LayoutError(f"out must be writable, but its block is read-only {place}: copy it")
+
+
+adopt(DTensor, PLANNERS)
 
 
 # -- split arrays among the arguments of a function -----------------------------------------------

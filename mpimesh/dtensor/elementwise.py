@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_masked, refuse_objects
+from mpimesh.core.dispatch import MADE, Entry
 from mpimesh.dtensor import creation
-from mpimesh.dtensor.dispatch import implements, sure_rule_of
+from mpimesh.dtensor.dispatch import implements, plans, sure_rule_of
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.linear import linear_for
 from mpimesh.dtensor.methods import cast_dtype
@@ -19,6 +20,7 @@ from mpimesh.dtensor.run import (
     Work,
     checked_out,
     implements_by_name,
+    planned,
     run,
     shape_of,
     split_out,
@@ -117,6 +119,23 @@ def call(
     return results[0] if ufunc.nout == 1 else tuple(results)
 
 
+@plans(np.ufunc)
+def _planned(
+    ufunc: np.ufunc, args: tuple[Any, ...], _: dict[str, Any], into: DTensor | None
+) -> Entry | None:
+    """Decide on a ufunc without options, of arrays and numbers."""
+    if ufunc.nout != 1:
+        return None
+    (kind,) = tried(ufunc, args, out=(into,))
+    if _are_powers(ufunc, args, [kind]):
+        return None
+    shape = broadcast_shape([shape_of(one) for one in args])
+    linear = linear_for(ufunc, args, kind)
+    pattern = elementwise_pattern([shape_of(one) for one in args], shape, linear)
+    refuses = refuses_values(ufunc, args, [kind])
+    return planned(ufunc, args, pattern, shape, kind, into=into, refuses=refuses)
+
+
 _NUMPYS = {one for one in vars(np).values() if isinstance(one, np.ufunc)}
 
 
@@ -125,13 +144,21 @@ def refuses_values(ufunc: np.ufunc, operands: Sequence[Any], kinds: Sequence[DTy
 
     NumPy's own do so for integers to powers below zero; those of other packages may always.
     """
-    if ufunc is not np.power:
+    if not _are_powers(ufunc, operands, kinds):
         return ufunc not in _NUMPYS
-    of_integers = kinds[0].kind in "iu" or all(
-        np.result_type(one if shape_of(one) == () else one.dtype).kind in "biu" for one in operands
-    )
     power = operands[-1]
-    return of_integers and (isinstance(power, DTensor) or bool(np.any(np.less(power, 0))))
+    return isinstance(power, DTensor) or bool(np.any(np.less(power, 0)))
+
+
+def _are_powers(ufunc: np.ufunc, operands: Sequence[Any], kinds: Sequence[DType]) -> bool:
+    """Tell whether a call is of powers of integers, for which it counts whether one is negative."""
+    return ufunc is np.power and (
+        kinds[0].kind in "iu"
+        or all(
+            np.result_type(one if shape_of(one) == () else one.dtype).kind in "biu"
+            for one in operands
+        )
+    )
 
 
 def outer(ufunc: np.ufunc, a: Any, b: Any, **kwargs: Any) -> Any:
@@ -228,6 +255,20 @@ def where(condition: Any, *choices: Any) -> Any:
     if len(choices) != 2:
         raise ShapeError.everywhere("np.where takes two arrays to choose from, or none; got 1")
     return blockwise(np.where, [condition, *choices], rule=np.where, refuses=False)
+
+
+@plans(np.where, operands=3)
+def _planned_where(
+    _: Any, args: tuple[Any, ...], options: dict[str, Any], into: None
+) -> Entry | None:
+    """Decide on a choice between arrays and numbers."""
+    if len(args) != 3 or options:
+        return None
+    (kind,) = tried(np.where, args)
+    shape = broadcast_shape([shape_of(one) for one in args])
+    linear = linear_for(np.where, args, kind)
+    pattern = elementwise_pattern([shape_of(one) for one in args], shape, linear)
+    return planned(np.where, args, pattern, shape, kind, way=MADE, options=(), names=())
 
 
 @implements(np.clip)

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import HostArray
-from mpimesh.dtensor.dispatch import implements, sure_rule_of
+from mpimesh.core.dispatch import COPY, Entry
+from mpimesh.dtensor.dispatch import implements, plans, sure_rule_of
 from mpimesh.dtensor.dtensor import DTensor, common_mesh, whole_of
 from mpimesh.dtensor.elementwise import blockwise, call
 from mpimesh.dtensor.joining import concatenate, pad
 from mpimesh.dtensor.methods import reduced, require_member
-from mpimesh.dtensor.picking import exchange_counts, pick, pick_along, pick_pairs
+from mpimesh.dtensor.picking import exchange_counts, keys_here, pick, pick_along, pick_pairs
 from mpimesh.dtensor.reshape import (
     broadcast_to,
     expand_dims,
@@ -40,7 +41,13 @@ from mpimesh.dtensor.run import (
 )
 from mpimesh.errors import IndexOutOfRangeError, NoRuleError, ShapeError
 from mpimesh.layout import Layout, Placement, Shard
-from mpimesh.layout.axis_rules import row_dim, rows_placement
+from mpimesh.layout.axis_rules import (
+    picked_placement,
+    renumbered,
+    row_dim,
+    rows_placement,
+    unsplit,
+)
 from mpimesh.layout.keys import checked_indices, read_key
 from mpimesh.runtime.operands import normal_axis
 
@@ -72,6 +79,37 @@ def get_item(x: DTensor, key: Any) -> DTensor:
         part = x if whole and all(one.step > 0 for one in read.picks) else pick(x, read.picks)
         found = _with_arrays(part, read)
     return expand_dims(found, read.new) if read.new else found
+
+
+@plans(getitem)
+def _planned(_: Any, args: tuple[Any, ...], options: dict[str, Any], into: None) -> Entry | None:
+    """Decide on a key of numbers and slices, whose elements all stay on their ranks."""
+    x, key = args
+    read = read_key(key, x.shape)
+    picks = read.picks
+    placement = picked_placement(x.layout.mesh, x.placement, x.shape, picks)
+    if unsplit(placement, set(read.single)) != placement:
+        return None  # the only element along an axis is brought to all ranks
+    keys = keys_here(x, picks, tuple(map(len, picks)), Layout(x.mesh, placement))
+    if keys is None or 0 in read.shape:
+        return None
+    own: list[Any] = []
+    kept: dict[int, int] = {}
+    for axis, one in enumerate((*keys, None)):  # at last new axes behind all others
+        if axis in read.single:
+            own.append(one.start if isinstance(one, slice) else 0)
+            continue
+        while len(kept) + own.count(None) in read.new:
+            own.append(None)
+        if one is not None:
+            kept[axis] = len(kept) + own.count(None)
+            own.append(one)
+    layout = Layout(x.mesh, renumbered(placement, kept))
+    local = layout.local_shape(read.shape, x.mesh.rank)
+    if x.local[(*own, ...)].shape != local:
+        return None
+    spec = x.mesh._core.dispatch.spec(layout, read.shape, x.dtype)
+    return Entry(COPY, getitem, 1, spec, local, ((*own, ...),))
 
 
 def _with_arrays(x: DTensor, read: Any) -> DTensor:

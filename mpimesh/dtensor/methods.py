@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 import numpy as np
-from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpimesh.arrays import DType, DTypeLike
+from mpimesh.core.dispatch import SplitArray
 from mpimesh.dtensor.consistency import numbered, raise_together, with_float_errors
 from mpimesh.dtensor.dispatch import sure_rule_of
 from mpimesh.errors import (
@@ -30,7 +30,7 @@ __all__ = ["Methods", "reduced", "require_member"]
 T = TypeVar("T")
 
 
-class Methods(NDArrayOperatorsMixin):
+class Methods(SplitArray):
     """NumPy's methods of split arrays: ``x.sum(axis=0)`` is ``np.sum(x, axis=0)``.
 
     Collective where the functions are.
@@ -51,37 +51,21 @@ class Methods(NDArrayOperatorsMixin):
         def shape(self) -> tuple[int, ...]:
             """The global shape."""
 
-        # NumPy's mixin has them, to type checkers without a type.
-        def __matmul__(self, other: Any) -> Self: ...
-        def __rmatmul__(self, other: Any) -> Self: ...
-        def __add__(self, other: Any) -> Self: ...
-        def __radd__(self, other: Any) -> Self: ...
-        def __sub__(self, other: Any) -> Self: ...
-        def __rsub__(self, other: Any) -> Self: ...
-        def __mul__(self, other: Any) -> Self: ...
-        def __rmul__(self, other: Any) -> Self: ...
-        def __truediv__(self, other: Any) -> Self: ...
-        def __rtruediv__(self, other: Any) -> Self: ...
-        def __floordiv__(self, other: Any) -> Self: ...
-        def __mod__(self, other: Any) -> Self: ...
-        def __pow__(self, other: Any) -> Self: ...
-        def __rpow__(self, other: Any) -> Self: ...
-        def __neg__(self) -> Self: ...
-        def __abs__(self) -> Self: ...
-        def __lt__(self, other: Any) -> Self: ...
-        def __le__(self, other: Any) -> Self: ...
-        def __gt__(self, other: Any) -> Self: ...
-        def __ge__(self, other: Any) -> Self: ...
-
     # -- comparisons ---------------------------------------------------------------------
 
-    def __eq__(self, other: Any) -> Any:
-        """Tell where elements are equal: nowhere, if their dtypes cannot be."""
-        return _compared(np.equal, self, other)
+    def _compare(self, function: np.ufunc, other: Any) -> Any:
+        """Tell where elements are equal, or not; nowhere are they, if their dtypes cannot be.
 
-    def __ne__(self, other: Any) -> Any:
-        """Tell where elements are not equal."""
-        return _compared(np.not_equal, self, other)
+        Where there is no loop for two dtypes, such as of records, as NumPy's operators do. No
+        element is None.
+        """
+        if other is None:
+            return np.full_like(self, function is np.not_equal, dtype=bool)
+        try:
+            return function(self, other)
+        except TypeError:
+            sign = operator.eq if function is np.equal else operator.ne
+            return sure_rule_of(sign)(self, other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -373,10 +357,6 @@ class Methods(NDArrayOperatorsMixin):
         """Take over the values of an array of the same shape, in place. Collective."""
         self[...] = values  # type: ignore[index]
 
-    def _call(self, function: Any, *args: Any, **options: Any) -> Self:
-        found: Self = function(*args, **options)
-        return found
-
 
 def reduced(x: T) -> T:
     """Return `x` with all sums worked out that it waits for. Collective, if there are any."""
@@ -495,17 +475,3 @@ def _item_of(x: Any, what: str) -> Any:
     require_member(x)
     whole = x.local if x.layout.is_replicated else x.full()
     return whole.item()
-
-
-def _compared(function: np.ufunc, x: Any, other: Any) -> Any:
-    """Compare; where there is no loop for two dtypes as NumPy's operators do, such as of records.
-
-    No element is None.
-    """
-    if other is None:
-        return np.full_like(x, function is np.not_equal, dtype=bool)
-    try:
-        return function(x, other)
-    except TypeError:
-        sign = operator.eq if function is np.equal else operator.ne
-        return sure_rule_of(sign)(x, other)

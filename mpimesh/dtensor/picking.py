@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = [
     "exchange_counts",
     "exchange_pieces",
+    "keys_here",
     "pick",
     "pick_along",
     "pick_pairs",
@@ -191,18 +192,35 @@ def pick(
     shape, layout = tuple(map(pick_count, every)), Layout(x.mesh, placement)
     if not x.is_member:
         return DTensor(x.mesh, layout, shape, x.dtype, None)
-    source, target = x.layout.tiling(x.shape), layout.tiling(shape)
-    rows = zip(every, target.bounds, source.bounds, strict=True)
-    if not all(stays(*row) for row in rows) or any(isinstance(one, tuple) for one in every):
+    keys = keys_here(x, every, shape, layout)
+    if keys is None:
         looked_up = [axis for axis, one in enumerate(every) if not has_unit_runs(one)]
         if looked_up:
             return _looked_up(x, every, placement, looked_up, name)
         block = _read_rows(x, layout, shape, every, name)
     else:
         block = x.mesh.shared_empty(layout.local_shape(shape, x.mesh.rank), x.dtype)
-        boxes = zip(every, target.box(x.mesh.rank), source.box(x.mesh.rank), strict=True)
-        block[...] = x.local[_outer([met(one, *new, *old)[1] for one, new, old in boxes])]
+        block[...] = x.local[_outer(keys)]
     return DTensor(x.mesh, layout, shape, x.dtype, block)
+
+
+def keys_here(
+    x: DTensor, picks: tuple[Any, ...], shape: tuple[int, ...], layout: Layout
+) -> list[slice | HostArray] | None:
+    """Return for each axis what is picked of this rank's block; None if any element moves.
+
+    Args:
+        x: An array; this rank has a block of it.
+        picks: For each axis the indices.
+        shape: The result's shape.
+        layout: The result's layout.
+    """
+    source, target = x.layout.tiling(x.shape), layout.tiling(shape)
+    rows = zip(picks, target.bounds, source.bounds, strict=True)
+    if not all(stays(*row) for row in rows) or any(isinstance(one, tuple) for one in picks):
+        return None
+    boxes = zip(picks, target.box(x.mesh.rank), source.box(x.mesh.rank), strict=True)
+    return [met(one, *new, *old)[1] for one, new, old in boxes]
 
 
 def _read_rows(

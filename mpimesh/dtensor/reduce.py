@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.dtensor.dispatch import implements
+from mpimesh.arrays import DType
+from mpimesh.core.dispatch import Entry
+from mpimesh.dtensor.dispatch import implements, plans
 from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.elementwise import call, plain, refuses_values
 from mpimesh.dtensor.linear import linear_for
@@ -22,6 +24,7 @@ from mpimesh.dtensor.run import (
     Work,
     axes_of,
     implements_by_name,
+    planned,
     reduced_anywhere,
     run,
     shape_of,
@@ -156,9 +159,7 @@ def reduce(
     one = np.ones((1,) * len(shape), a.dtype)
     mask = np.ones((1,) * len(shape), bool) if masks else True
     kind = np.asarray(ufunc.reduce(one, axis=axes, where=mask, **probe)).dtype
-    op, kinds = _OPS.get(ufunc, ("", ""))
-    if kind.kind not in kinds:
-        op = ""
+    op = _op_of(ufunc, kind)
     empty = any(shape[axis] == 0 for axis in axes)
     if empty and not begins and (ufunc.identity is None or initial is None):
         raise ShapeError.everywhere(
@@ -194,17 +195,52 @@ def reduce(
     return made
 
 
-for _function, _ufunc in (
-    (np.sum, np.add),
-    (np.prod, np.multiply),
-    (np.min, np.minimum),
-    (np.amin, np.minimum),
-    (np.max, np.maximum),
-    (np.amax, np.maximum),
-    (np.all, np.logical_and),
-    (np.any, np.logical_or),
-):
+def _op_of(ufunc: np.ufunc, kind: DType) -> str:
+    """Return how the parts of a split axis go together; empty if it has to be whole."""
+    op, kinds = _OPS.get(ufunc, ("", ""))
+    return op if kind.kind in kinds else ""
+
+
+_REDUCTIONS: dict[Callable[..., Any], np.ufunc] = {
+    np.sum: np.add,
+    np.prod: np.multiply,
+    np.min: np.minimum,
+    np.amin: np.minimum,
+    np.max: np.maximum,
+    np.amax: np.maximum,
+    np.all: np.logical_and,
+    np.any: np.logical_or,
+}
+for _function, _ufunc in _REDUCTIONS.items():
     implements_by_name(_function)(partial(reduce, _ufunc, axis=None))
+
+
+@plans(*_REDUCTIONS)
+def _planned(
+    function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], _: None
+) -> Entry | None:
+    """Decide on a reduction without other options than `axis` and `keepdims`."""
+    a, ufunc = args[0], _REDUCTIONS[function]
+    rest = dict(zip(("axis", "dtype", "out", "keepdims"), args[1:], strict=False)) | options
+    axes, keep = reduced_axes(rest.pop("axis", None), a.ndim), rest.pop("keepdims", False)
+    if any(one is not None for one in rest.values()) or type(keep) is not bool or 0 in a.shape:
+        return None
+    kind = np.asarray(ufunc.reduce(np.ones((1,) * a.ndim, a.dtype), axis=axes)).dtype
+    op = _op_of(ufunc, kind)
+    if not op or 0 in a.local.shape:
+        return None
+    linear = bool(linear_for(ufunc, [a], kind, method="reduce"))
+    pattern = reduction_pattern(a.shape, axes, op, keepdims=keep, linear=linear)
+    return planned(
+        ufunc.reduce,
+        [a],
+        pattern,
+        reduced_shape(a.shape, axes, keepdims=keep),
+        kind,
+        options=(axes, Entry.OUT, keep),
+        names=("axis", "out", "keepdims"),
+        refuses=refuses_values(ufunc, [a, a], [kind]),
+    )
 
 
 @implements_by_name(np.ptp)

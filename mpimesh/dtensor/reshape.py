@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpimesh.arrays import HostArray
-from mpimesh.dtensor.dispatch import implements
+from mpimesh.core.dispatch import COPY, MADE, Entry
+from mpimesh.dtensor.dispatch import implements, plans
 from mpimesh.dtensor.dtensor import DTensor, whole_of
 from mpimesh.dtensor.picking import exchange_counts, exchange_pieces, place_in
 from mpimesh.dtensor.run import (
@@ -43,6 +44,7 @@ __all__ = [
     "row_along",
     "shape_tuple",
     "squeeze",
+    "view_entry",
 ]
 
 
@@ -63,6 +65,23 @@ def transpose(a: Any, axes: Any = None) -> DTensor:
     if len(order) != a.ndim:
         raise AxisError(f"axes {order} must name each of the {a.ndim} axes once")
     return permuted(a, order)
+
+
+@plans(np.transpose)
+def _planned_transpose(
+    _: Any, args: tuple[Any, ...], options: dict[str, Any], into: None
+) -> Entry | None:
+    """Decide on a transposition: nothing moves."""
+    x, axes = args[0], options.get("axes") if len(args) == 1 else args[1]
+    order = tuple(range(x.ndim))[::-1] if axes is None else axes_of(axes, x.ndim, "axes")
+    if len(order) != x.ndim or len(args) + len(options) > 2:
+        return None
+    return view_entry(np.ndarray.transpose, x, permuted(x, order), order)
+
+
+def view_entry(kernel: Any, x: DTensor, made: DTensor, option: Any, way: int = MADE) -> Entry:
+    """Return what makes `made` of `x`: `kernel` gives a view of its block, by an option."""
+    return Entry(way, kernel, 1, made._spec, made.local.shape, (option,))
 
 
 @implements(np.matrix_transpose, np.linalg.matrix_transpose)
@@ -326,7 +345,11 @@ def reshape(a: DTensor, /, shape: Any, order: str = "C", *, copy: bool | None = 
         return permuted(found, range(found.ndim)[::-1])
     if order != "C":
         raise NoRuleError(f"split arrays are reshaped in order 'C' or 'F', got {order!r}")
-    new = full_shape(a.shape, shape_tuple(shape))
+    return _reshaped(a, full_shape(a.shape, shape_tuple(shape)))
+
+
+def _reshaped(a: DTensor, new: tuple[int, ...]) -> DTensor:
+    """Return the elements of `a` in C order in another shape, which has as many."""
     if new == a.shape:
         return a
     placement, moves = reshaped_placement(a.layout.mesh, a.placement, a.shape, new)
@@ -337,6 +360,21 @@ def reshape(a: DTensor, /, shape: Any, order: str = "C", *, copy: bool | None = 
     if a.is_member:
         block = np.reshape(a.local, layout.local_shape(new, a.mesh.rank))
     return DTensor(a.mesh, layout, new, a.dtype, block)
+
+
+@plans(np.reshape)
+def _planned_reshape(
+    _: Any, args: tuple[Any, ...], options: dict[str, Any], into: None
+) -> Entry | None:
+    """Decide on a new shape in C order, for which nothing moves."""
+    x, rest = args[0], dict(zip(("shape", "order", "copy"), args[1:], strict=False)) | options
+    if rest.get("order", "C") != "C" or rest.get("copy") is False or "shape" not in rest:
+        return None
+    new = full_shape(x.shape, shape_tuple(rest["shape"]))
+    if new != x.shape and reshaped_placement(x.layout.mesh, x.placement, x.shape, new)[1]:
+        return None
+    made = _reshaped(x, new)
+    return view_entry(np.ndarray.reshape, x, made, made.local.shape, COPY)
 
 
 @implements_anew(np.ravel)

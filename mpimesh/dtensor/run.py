@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_masked, refuse_objects
+from mpimesh.core.dispatch import INTO, Entry
 from mpimesh.dtensor.consistency import raise_together
 from mpimesh.dtensor.dispatch import implements, name_of
 from mpimesh.dtensor.dtensor import DTensor, common_mesh, whole_of
@@ -35,6 +36,7 @@ from mpimesh.layout import (
     Replicate,
 )
 from mpimesh.layout.axis_rules import lines_placement
+from mpimesh.layout.boxes import extent
 from mpimesh.layout.op_rules import (
     KEEP,
     Pattern,
@@ -62,6 +64,7 @@ __all__ = [
     "on_stacks",
     "operand_of",
     "plain_values",
+    "planned",
     "reduced_anywhere",
     "row_of",
     "run",
@@ -278,23 +281,82 @@ def run(
     Raises:
         Exception: On every rank of the mesh, if the function raises it on one.
     """
-    everything = [*operands, *outs]
-    mesh = common_mesh(everything)
-    split = next(one for one in everything if isinstance(one, DTensor))
-    place = split.layout.mesh
+    mesh, kinds = common_mesh([*operands, *outs]), [np.dtype(dtype) for dtype in dtypes]
+    placed = _cheapest(operands, pattern, tuple(shape), kinds, outs, mesh.rank)
+    together = not placed.alike and (refuses or not _are_numbers([*operands, *outs, *kinds]))
+    return _run_placed(function, operands, mesh, placed, tuple(shape), kinds, outs, into, together)
+
+
+def _cheapest(
+    operands: Sequence[Any],
+    pattern: Pattern,
+    shape: tuple[int, ...],
+    kinds: Sequence[DType],
+    outs: Sequence[DTensor | None],
+    rank: int,
+) -> _Placed:
+    """Return where the rule that moves least has operands and result; see :func:`run`."""
+    place = next(one for one in (*operands, *outs) if isinstance(one, DTensor)).layout.mesh
     known = tuple(
         operand_of(one)
         if isinstance(one, DTensor)
         else Operand(shape_of(one), Placement([Replicate()] * place.ndim))
         for one in operands
     )
-    shape = tuple(shape)
-    kinds = [np.dtype(dtype) for dtype in dtypes]
     itemsize = max(kind.itemsize for kind in kinds)
     goal = next((one.placement for one in outs if one is not None), None)
-    placed = _placed_rule(place, known, pattern, shape, itemsize, goal, mesh.rank)
-    together = not placed.alike and (refuses or not _are_numbers([*everything, *kinds]))
-    return _run_placed(function, operands, mesh, placed, shape, kinds, outs, into, together)
+    return _placed_rule(place, known, pattern, shape, itemsize, goal, rank)
+
+
+def planned(
+    kernel: Callable[..., Any],
+    operands: Sequence[Any],
+    pattern: Pattern,
+    shape: tuple[int, ...],
+    kind: DType,
+    *,
+    way: int = INTO,
+    options: tuple[Any, ...] = (Entry.OUT,),
+    names: tuple[str, ...] = ("out",),
+    into: DTensor | None = None,
+    refuses: bool = False,
+) -> Entry | None:
+    """Return what is to be done for a kind of call, if nothing moves and no rank may raise alone.
+
+    Args:
+        kernel: Works on the blocks, and on `options` after them.
+        operands: Split arrays, at least one, and numbers.
+        pattern: The operation.
+        shape: The global shape of the result.
+        kind: Its dtype.
+        way: What the kernel gives; see :class:`Entry`.
+        options: The kernel's further arguments.
+        names: Names of the last of these.
+        into: What the result goes into.
+        refuses: Whether the kernel may raise for some numbers; see :func:`run`.
+    """
+    mesh = common_mesh(operands)
+    placed = _cheapest(operands, pattern, shape, [kind], [into], mesh.rank)
+    arrays = [one for one in operands if isinstance(one, DTensor)]
+    if len(arrays) < len(operands) and any(one.layout.partial_op for one in arrays):
+        return None  # a number may count by its value, and on one rank alone
+    if placed.local is None or (refuses and not placed.alike):
+        return None
+    spec = mesh._core.dispatch.spec(placed.layout, shape, kind)
+    if into is not None and (into.shape != shape or spec is not into._spec):
+        return None
+    cuts: list[Any] = []
+    for one, goal, box in zip(operands, placed.inputs, placed.boxes, strict=True):
+        if not isinstance(one, DTensor) or one.layout == goal:
+            cuts.append(None)
+        elif _moves(one, goal):
+            return None
+        else:
+            cuts.append(_cut_key(box, one.layout.box(one.shape, mesh.rank)))
+            if one.local[cuts[-1]].shape != extent(box):
+                return None  # of no elements
+    parts = () if all(one is None for one in cuts) else tuple(cuts)
+    return Entry(way, kernel, len(operands), spec, placed.local, options, names, parts)
 
 
 def apply_rule(
@@ -448,26 +510,30 @@ def _cut_or_start(x: DTensor, goal: Layout) -> Any:
     """Return a part of this rank's block, or the started move that brings it."""
     if x.layout == goal:
         return x.local
-    if (
-        goal.partial_op
-        or x.layout.partial_op
-        or moves_between_ranks(x.mesh, x.layout, goal, x.shape, x.itemsize)
-    ):
+    if _moves(x, goal):
         return x.start_redistribute(goal.placement)
     return _cut(x.local, goal.box(x.shape, x.mesh.rank), x.layout.box(x.shape, x.mesh.rank))
 
 
+def _moves(x: DTensor, goal: Layout) -> bool:
+    """Tell whether another layout of an array needs more than parts of the ranks' own blocks."""
+    return bool(goal.partial_op or x.layout.partial_op) or moves_between_ranks(
+        x.mesh, x.layout, goal, x.shape, x.itemsize
+    )
+
+
 def _cut(block: Any, box: Box, inside: Box) -> Any:
     """Return the part `box` of a block that is the box `inside` of the array."""
-    part = block[
-        tuple(
-            slice(max(start - first, 0), max(stop - first, 0))
-            for (start, stop), (first, _) in zip(box, inside, strict=True)
-        )
-    ]
-    shape = tuple(stop - start for start, stop in box)
+    part = block[_cut_key(box, inside)]
     # Without elements a box may be outside, and be longer than the block along other axes.
-    return part if part.shape == shape else np.empty(shape, block.dtype)
+    return part if part.shape == extent(box) else np.empty(extent(box), block.dtype)
+
+
+def _cut_key(box: Box, inside: Box) -> tuple[slice, ...]:
+    return tuple(
+        slice(max(start - first, 0), max(stop - first, 0))
+        for (start, stop), (first, _) in zip(box, inside, strict=True)
+    )
 
 
 def _whole_value(value: Any, layout: Layout, rank: int) -> Any:

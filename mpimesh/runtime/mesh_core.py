@@ -15,6 +15,7 @@ import numpy as np
 from mpimesh.arguments import shown
 from mpimesh.caches import Cache
 from mpimesh.core.call import Ledger
+from mpimesh.core.dispatch import Dispatch
 from mpimesh.errors import (
     ClosedError,
     GroupError,
@@ -74,6 +75,7 @@ class MeshCore:
         layout_cache: Layouts, and ways between them, of the mesh as it is.
         moves: Of calls of ``redistribute``: what is to be done, by the layout's identity, the text,
             and the array's shape and dtype.
+        dispatch: What was decided for calls of functions of its split arrays.
         closed: Whether it was closed.
         compared: How many calls of functions of split arrays were compared on it.
     """
@@ -89,8 +91,9 @@ class MeshCore:
             raise MeshError(f"tracer must be a Tracer or None, got {shown(tracer)}")
         world = world_of(comm)
         settings = Settings.from_environment()
-        control = world.open_communicator(comm, settings)
+        control, arena = world.open_communicator(comm, settings), world.arena
         self.context = context = MeshContext(world, settings, control)
+        self.dispatch = Dispatch(not settings.checks, None if arena is None else arena.pool)
         if tracer is not None:
             tracer.join(control.rank)
             context.tracer = tracer
@@ -279,6 +282,7 @@ class MeshCore:
                 self.leave(error)
             raise
         self.closed = context.closed = True
+        self.dispatch.close()
         with context.progress.watched(Call("close", WORLD), context.communicator):
             if self.groups is not None:
                 self.groups.free()
@@ -296,6 +300,7 @@ class MeshCore:
             self.close(leaving=True)
             return
         self.closed = True
+        self.dispatch.close()
         self.context.leave(error)
 
     def _all_here(self) -> bool:
