@@ -55,7 +55,7 @@ cdef object _MISS = object()
 cdef object _OUT = object()
 cdef type _split = None  # the class of split arrays; set by `adopt`
 cdef dict _planners = None
-cdef object _array = numpy.ndarray
+cdef type _array = numpy.ndarray
 cdef object _getitem = operator.getitem, _ufunc = numpy.ufunc
 cdef object _negative = numpy.negative
 cdef object _positive = numpy.positive
@@ -323,6 +323,8 @@ cdef inline object _operand_part(SplitArray me, object x):
         if other._home is not me._home or not other._spec.plain or not cnp.PyArray_CheckExact(other._block):
             return None
         return other._spec
+    if type(x) is _array:
+        return _array_part(<cnp.ndarray>x)
     if type(x) not in _numbers:
         return None
     if type(x) is int:
@@ -330,6 +332,15 @@ cdef inline object _operand_part(SplitArray me, object x):
         if overflow:  # its dtype would be another one
             return None
     return type(x)
+
+
+cdef object _array_part(cnp.ndarray x):
+    """Return what a key has of a plain array, which all ranks have alike: its shape and dtype."""
+    cdef cnp.dtype dtype = x.dtype
+    cdef int axis, count = cnp.PyArray_NDIM(x)
+    if not 0 < count <= MOST_AXES or dtype.isbuiltin != 1 or dtype.kind not in "biufc":
+        return None
+    return dtype.num, *[cnp.PyArray_DIM(x, axis) for axis in range(count)]
 
 
 cdef bint _add_option(list parts, object x) except -1:
@@ -356,7 +367,7 @@ cdef bint _add_option(list parts, object x) except -1:
 
 cdef inline bint _may_go(SplitArray me) except -1:
     """Tell whether calls of an array's functions may go by what was decided."""
-    return type(me) is _split and me._home.active and me._block is not None and floats_are_quiet()
+    return type(me) is _split and me._block is not None and me._home.active and floats_are_quiet()
 
 
 cdef object _known(SplitArray me, tuple key, PyObject **operands, SplitArray into):

@@ -170,6 +170,8 @@ class Methods(SplitArray):
     def reshape(self, *shape: Any, order: str = "C", copy: bool | None = None) -> Self:
         """See :func:`numpy.reshape`; the lengths may be several arguments."""
         new = shape[0] if len(shape) == 1 else shape
+        if order == "C" and copy is None:
+            return self._call(np.reshape, self, new)
         return self._call(np.reshape, self, new, order=order, copy=copy)
 
     def ravel(self, order: str = "C") -> Self:

@@ -220,9 +220,21 @@ def _planned(
     function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], _: None
 ) -> Entry | None:
     """Decide on a reduction without other options than `axis` and `keepdims`."""
-    a, ufunc = args[0], _REDUCTIONS[function]
+    ufunc = _REDUCTIONS[function]
+    return _entry(ufunc, ufunc.reduce, args, options, reduced_axes)
+
+
+def _entry(
+    ufunc: np.ufunc,
+    kernel: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    axes_read: Callable[[Any, int], tuple[int, ...]],
+) -> Entry | None:
+    """Return what `kernel` is to do, which reduces as `ufunc` does."""
+    a = args[0]
     rest = dict(zip(("axis", "dtype", "out", "keepdims"), args[1:], strict=False)) | options
-    axes, keep = reduced_axes(rest.pop("axis", None), a.ndim), rest.pop("keepdims", False)
+    axes, keep = axes_read(rest.pop("axis", None), a.ndim), rest.pop("keepdims", False)
     if any(one is not None for one in rest.values()) or type(keep) is not bool or 0 in a.shape:
         return None
     kind = np.asarray(ufunc.reduce(np.ones((1,) * a.ndim, a.dtype), axis=axes)).dtype
@@ -232,7 +244,7 @@ def _planned(
     linear = bool(linear_for(ufunc, [a], kind, method="reduce"))
     pattern = reduction_pattern(a.shape, axes, op, keepdims=keep, linear=linear)
     return planned(
-        ufunc.reduce,
+        kernel,
         [a],
         pattern,
         reduced_shape(a.shape, axes, keepdims=keep),
@@ -303,6 +315,23 @@ def mean(
             np.positive, (made,), dtype=np.float16 if short else total.dtype, casting="unsafe"
         )
     return made
+
+
+@plans(np.mean)
+def _planned_mean(
+    _: Any, args: tuple[Any, ...], options: dict[str, Any], into: None
+) -> Entry | None:
+    """Decide on a mean of floats that wait for nothing: parts of a sum are divided, too."""
+    a = args[0]
+    if a.dtype.kind not in "fc" or a.dtype == np.float16 or a.layout.partial_op:
+        return None
+    shape = a.shape
+
+    def kernel(block: Any, *, axis: tuple[int, ...], out: Any, keepdims: bool) -> None:
+        np.add.reduce(block, axis=axis, out=out, keepdims=keepdims)
+        np.divide(out, prod(shape[one] for one in axis), out=out)
+
+    return _entry(np.add, kernel, args, options, strict_axes)
 
 
 _NOWHERE = np.iinfo(np.intp).max

@@ -36,7 +36,7 @@ from mpimesh.layout import (
     Replicate,
 )
 from mpimesh.layout.axis_rules import lines_placement
-from mpimesh.layout.boxes import extent
+from mpimesh.layout.boxes import extent, whole
 from mpimesh.layout.op_rules import (
     KEEP,
     Pattern,
@@ -325,7 +325,7 @@ def planned(
 
     Args:
         kernel: Works on the blocks, and on `options` after them.
-        operands: Split arrays, at least one, and numbers.
+        operands: Split arrays, at least one, numbers, and plain arrays.
         pattern: The operation.
         shape: The global shape of the result.
         kind: Its dtype.
@@ -339,7 +339,7 @@ def planned(
     placed = _cheapest(operands, pattern, shape, [kind], [into], mesh.rank)
     arrays = [one for one in operands if isinstance(one, DTensor)]
     if len(arrays) < len(operands) and any(one.layout.partial_op for one in arrays):
-        return None  # a number may count by its value, and on one rank alone
+        return None  # others may count by their values, and on one rank alone
     if placed.local is None or (refuses and not placed.alike):
         return None
     spec = mesh._core.dispatch.spec(placed.layout, shape, kind)
@@ -347,15 +347,15 @@ def planned(
         return None
     cuts: list[Any] = []
     for one, goal, box in zip(operands, placed.inputs, placed.boxes, strict=True):
-        if not isinstance(one, DTensor) or one.layout == goal:
-            cuts.append(None)
-        elif _moves(one, goal):
+        is_split = isinstance(one, DTensor)
+        if is_split and one.layout != goal and _moves(one, goal):
             return None
-        else:
-            cuts.append(_cut_key(box, one.layout.box(one.shape, mesh.rank)))
-            if one.local[cuts[-1]].shape != extent(box):
-                return None  # of no elements
-    parts = () if all(one is None for one in cuts) else tuple(cuts)
+        block = one.local if is_split else one
+        here = one.layout.box(one.shape, mesh.rank) if is_split else whole(shape_of(one))
+        cuts.append(None if here == box else _cut_key(box, here))
+        if cuts[-1] is not None and block[cuts[-1]].shape != extent(box):
+            return None  # of no elements
+    parts = tuple(cuts) if any(cuts) else ()
     return Entry(way, kernel, len(operands), spec, placed.local, options, names, parts)
 
 

@@ -126,6 +126,12 @@ CALLS: dict[str, Any] = {
     "x.T @ y": lambda x, y: x.T @ y,
     "x @ y[0]": lambda x, y: x @ y[0],
     "x + y[0]": lambda x, y: x + y[0],
+    "mean(1)": lambda x, y: x.mean(1),
+    "mean": lambda x, y: np.mean(x, keepdims=True),
+    "x + a plain row": lambda x, y: x + np.arange(x.shape[1]),
+    "a plain column * x": lambda x, y: np.arange(4.0)[:, None] * x,
+    "x @ a plain matrix": lambda x, y: x @ np.ones((x.shape[1], 2), "f4"),
+    "where of a plain mask": lambda x, y: np.where(np.arange(x.shape[1]) > 0, x, y),
     "x - x.mean(0)": lambda x, y: x - x.mean(0),
     "x / x.sum(1, keepdims)": lambda x, y: x / x.sum(1, keepdims=True),
     "sum": lambda x, y: x.sum(),
@@ -182,6 +188,38 @@ def test_what_comes_again_gives_what_numpy_gives(dims, dtype):
 
     found = on(dims, main)
     assert found == [[]] * len(found)
+
+
+@pytest.mark.parametrize("dims", LAYOUTS)
+def test_what_is_looked_up_is_what_the_rules_make(dims, monkeypatch):
+    """With checks on every call goes by its rule: the layouts and bits are the same."""
+    rng = np.random.default_rng(3)
+    a, b = rng.standard_normal((2, 4, 3))
+
+    def main(mesh):
+        made: list[Any] = []
+        for placement in LAYOUTS[dims]:
+            for name, call in CALLS.items():
+                for _ in range(2):
+                    x, y = split(a, mesh, placement), split(b, mesh, placement)
+                    try:
+                        found = call(x, y)
+                    except (TypeError, ValueError) as error:
+                        made.append((placement, name, type(error)))
+                    else:
+                        block = found.local
+                        made.append((placement, name, found.layout.text, block.shape, bits(block)))
+        return made
+
+    def bits(block):
+        return np.ascontiguousarray(block).tobytes()
+
+    monkeypatch.setenv("MPIMESH_CHECKS", "0")
+    looked_up = on(dims, main)
+    monkeypatch.setenv("MPIMESH_CHECKS", "1")
+    by_rules = on(dims, main)
+    for rank, rows in enumerate(zip(looked_up, by_rules, strict=True)):
+        assert [pair for pair in zip(*rows, strict=True) if pair[0] != pair[1]] == [], rank
 
 
 def close(found, expected):
