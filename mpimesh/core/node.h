@@ -43,7 +43,7 @@
 enum {
     NODE_ENTRIES = 16,         /* operations of a rank that not all others have read */
     NODE_INLINE_BYTES = 80,    /* a contribution inside its entry */
-    NODE_TOLD_BLOCKS = NODE_INLINE_BYTES / 8, /* ranks for which an entry has room to say where their blocks lie */
+    NODE_TOLD_BLOCKS = NODE_INLINE_BYTES / 8, /* ranks for which an entry has room to say where their blocks lie, or how much it is */
     NODE_SMALL_BYTES = 8192,   /* a contribution copied when it is posted */
     NODE_SMALLS = 4,
     NODE_PIECE_BYTES = 1 << 17,
@@ -422,6 +422,12 @@ static inline uint64_t node_block_at(const NodeWindow *w, const NodeOp *o, const
     return w->size > NODE_TOLD_BLOCKS ? (uint64_t)block * told[0] : told[block];
 }
 
+/* How much each rank is given of boxes that are read where they lie; of many ranks it is not told. */
+static void node_tell_boxes(const NodeWindow *w, const NodeBoxes *b, NodeEntry *e) {
+    uint64_t *told = (uint64_t *)e->data;
+    for (int q = 0; w->size <= NODE_TOLD_BLOCKS && q < w->size; q++) told[q] = b->table[q + 1] - b->table[q];
+}
+
 /* Put the entries of started operations where there is room, in order. */
 static void node_post(NodeWindow *w) {
     NodeLane *mine = w->lane[w->rank];
@@ -458,6 +464,7 @@ static void node_post(NodeWindow *w) {
         if (o->boxes) e->out = o->boxes->mine;
         else if (o->source <= NODE_PIECED || node_is_uneven(o)) e->out = o->own_unit;
         if (node_is_uneven(o) && o->source > NODE_PIECED) node_tell_blocks(w, o, e);
+        if (o->boxes && o->source > NODE_PIECED) node_tell_boxes(w, o->boxes, e);
         w->calls[n % NODE_ENTRIES] = o->call;
         if (o->call) atomic_store_explicit(&mine->at.call, (uint64_t)o->call << 32 | o->digest, memory_order_relaxed);
         w->total = (w->total ^ o->digest) * 0x9E3779B1u + (w->total >> 15);
@@ -723,6 +730,9 @@ static int node_decide_boxes(NodeWindow *w, NodeOp *o) {
         if (!b->owner[q] || q == w->rank) continue;
         if (e->out != b->block[q]) return node_misfit(o, NODE_BLOCK, q, e->out);
         if (e->source == NODE_NOTHING) return node_misfit(o, NODE_GIVEN, q, 0);
+        /* Who gives this rank nothing would not wait until it has read. */
+        uint64_t told = e->source > NODE_PIECED && w->size <= NODE_TOLD_BLOCKS ? ((const uint64_t *)e->data)[w->rank] : b->expects[q];
+        if (told != b->expects[q]) return node_misfit(o, NODE_GIVEN, q, told);
         if (e->source == NODE_PIECED && e->in_segment > o->pieces) o->pieces = e->in_segment;
         is_long |= e->source == NODE_PIECED && e->in_segment > 1;
     }

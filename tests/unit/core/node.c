@@ -67,8 +67,8 @@ static void set_tables(Job *j) {
 }
 
 /* An exchange of boxes of blocks of so many rows and columns: all of it follows from the number of the job. */
-enum { TAKES = 3, NO_MISFIT = 0, OTHER_BLOCK, GIVES_MORE, GIVES_NOTHING };
-typedef struct { long row, col, rows, cols, to_row, to_col; int owner[MAX_R], count; } Taken; /* the same box of each owner, summed */
+enum { TAKES = 3, NO_MISFIT = 0, OTHER_BLOCK, GIVES_MORE, GIVES_LESS, GIVES_NOTHING };
+typedef struct { long row, col, rows, cols, to_row, to_col; int owner[MAX_R], count; } Taken; /* the same box of each owner, reduced */
 typedef struct Exchange {
     NodeBoxes b;
     long rows, cols, height; /* of a block, and of the target, which is two columns wider */
@@ -101,6 +101,15 @@ static int list_takes(const Job *j, const Exchange *x, int r, Taken *take, long 
     return takes;
 }
 
+/* Which result shows the order of the parts, and that it is asked for. */
+static void in_order(void *out, const void *const *in, int ranks, long n) {
+    for (long i = 0; i < n; i++) {
+        uint64_t total = 0;
+        for (int q = 0; q < -ranks; q++) total = total * 31 + ((const uint64_t *)in[q])[i];
+        ((uint64_t *)out)[i] = total;
+    }
+}
+
 static NodeBox box_of(Exchange *x, long row, long col, long rows, long cols, long width) {
     uint64_t *dims = x->dims + 2 * x->boxes++;
     int whole = cols == width;
@@ -110,7 +119,7 @@ static NodeBox box_of(Exchange *x, long row, long col, long rows, long cols, lon
 
 static void set_gives(Job *j, Exchange *x) {
     NodeBoxes *b = &x->b;
-    int me = j->w->rank;
+    int me = j->w->rank, lesser = (me + 1) % j->w->size; /* who gets nothing of one that gives less */
     uint64_t n = 0;
     b->table[0] = b->head;
     for (int r = 0; r < j->w->size; r++) {
@@ -119,7 +128,7 @@ static void set_gives(Job *j, Exchange *x) {
         b->give_at[r] = n;
         for (int t = 0, takes = list_takes(j, x, r, take, &height); t < takes && r != me; t++)
             for (int i = 0; i < take[t].count; i++)
-                if (take[t].owner[i] == me && !(x->misfit == GIVES_NOTHING && x->bad == me))
+                if (take[t].owner[i] == me && !(x->misfit >= GIVES_LESS && x->bad == me && (x->misfit == GIVES_NOTHING || r == lesser)))
                     b->give[n++] = box_of(x, take[t].row, take[t].col, take[t].rows, take[t].cols, x->cols);
         if (r != me && x->misfit == GIVES_MORE && x->bad == me) b->give[n++] = box_of(x, 0, 0, 1, 1, x->cols);
         b->table[r + 1] = b->table[r], b->reader[r] = n > b->give_at[r];
@@ -133,7 +142,7 @@ static Exchange *new_exchange(Job *j) {
     NodeBoxes *b = &x->b;
     uint64_t a = mix(j->id * 7), size = (uint64_t)j->w->size;
     x->cols = 1 + (long)(a % 40), x->rows = 1 + j->n / x->cols;
-    if ((a >> 8) % 6 == 0) x->misfit = 1 + (int)((a >> 16) % 3), x->bad = (int)((a >> 24) % size);
+    if ((a >> 8) % 6 == 0) x->misfit = 1 + (int)((a >> 16) % 4), x->bad = (int)((a >> 24) % size);
     b->part = x->part, b->give = x->give, b->give_at = x->give_at, b->table = x->table, b->expects = x->expects;
     b->block = x->block, b->owner = x->owner, b->reader = x->reader, b->in = x->in;
     b->ranks = (uint32_t)size, b->item = 8, b->head = (8 * (size + 1) + 15) / 16 * 16;
@@ -150,7 +159,7 @@ static Exchange *new_exchange(Job *j) {
             p->to = box_of(x, beside ? 0 : t->to_row, t->to_col, t->rows, t->cols, x->cols + 2), p->to.base = (uint32_t)beside;
             p->owner = (uint32_t)t->owner[i], p->count = i ? 0 : (uint32_t)t->count, p->packed = b->expects[p->owner];
             b->owner[p->owner] = 1, b->expects[p->owner] += p->to.bytes;
-            if (t->count > 1) p->fold = sum_i64, p->aside = b->aside, b->aside += p->to.bytes;
+            if (t->count > 1) p->fold = in_order, p->aside = b->aside, b->aside += p->to.bytes;
         }
     }
     b->step = 8 * (1 + (a >> 32) % 5000);
@@ -165,6 +174,7 @@ static int check_boxes(Rank *r, Job *j) {
     int64_t *want = malloc(j->out_bytes), *got = (int64_t *)j->out;
     memset(want, 0x77, j->out_bytes);
     int misfit = x->bad != j->w->rank && x->b.owner[x->bad] ? x->misfit : 0;
+    if (misfit == GIVES_LESS && j->w->rank != (x->bad + 1) % j->w->size) misfit = 0;
     uint64_t seen = misfit == OTHER_BLOCK ? x->b.block[0] + 1 : misfit == GIVES_MORE ? x->b.expects[x->bad] + 8 : 0;
     int wrong = o->misfit != (misfit == 0 ? 0 : misfit == OTHER_BLOCK ? NODE_BLOCK : NODE_GIVEN) || (misfit && (o->culprit != x->bad || o->seen != seen));
     for (int k = 0; k < x->takes && !misfit; k++) { /* in a misfit nothing is written */
@@ -173,7 +183,7 @@ static int check_boxes(Rank *r, Job *j) {
             long row = i / t->cols, col = i % t->cols;
             int64_t *to = &want[(t->to_row + row) * (x->cols + 2) + t->to_col + col];
             *to = 0;
-            for (int q = 0; q < t->count; q++) *to += value(j->id, m[t->owner[q]], (t->row + row) * x->cols + t->col + col);
+            for (int q = 0; q < t->count; q++) *to = (int64_t)((uint64_t)*to * 31 + (uint64_t)value(j->id, m[t->owner[q]], (t->row + row) * x->cols + t->col + col));
         }
     }
     long at = 0, end = (long)j->out_bytes / 8;
@@ -484,7 +494,6 @@ static void *program(void *arg) {
             /* 1: shared on all; 2: remote on all; 3: shared on some; 4: remote on some */
             int s = style == 1 || (style == 3 && rng(&own) % 2) ? NODE_SHARED : (style == 2 || (style == 4 && rng(&own) % 2)) && !threads ? NODE_REMOTE : 0;
             if (n * blocks * 8 <= 1024) s = 0; /* the plan's rule: alike on all */
-            if (x && x->misfit == GIVES_MORE) s = 0; /* which is seen of what is packed */
             if (s == NODE_SHARED && heap + in_bytes + out_bytes + 256 > heap_end) s = NODE_NOTHING;
             if (s == NODE_SHARED) {
                 j->in = mine + heap, heap += (in_bytes + 127) & ~(size_t)127;
