@@ -338,10 +338,10 @@ class DTensor(Methods):
         """
         core, key = self._mesh._core, None
         if mesh is None and type(placements) is str and type(max_bytes) is int and not max_bytes:
-            key = id(self._layout), placements, self._shape, self._dtype
+            key = self._spec, placements
             known = core.moves.get(key)
             if known is not None:
-                moving, made = known[:2]
+                moving, made = known
                 started: CollectiveTensor[DTensor] = moving.start(self._mesh, self._block, made)
                 return started.resolve()
         target = self._target(placements, mesh)
@@ -349,9 +349,8 @@ class DTensor(Methods):
             number = compare_call(self._mesh, "redistribute", (self, target.text))
             return numbered(self.copy(), number)
         if key is not None and not core.context.settings.checks:
-            made = partial(DTensor._of_block, self._mesh, target, self._shape, self._dtype)
-            # The layout is kept with it, so that its number is that of no other one.
-            core.moves[key] = self._to(self._mesh, target), made, self._layout
+            made = partial(DTensor._of_block, self._mesh, target, self.shape, self.dtype)
+            core.moves[key] = self._to(self._mesh, target), made
         return self._start(target, mesh, max_bytes).resolve()
 
     def start_redistribute(

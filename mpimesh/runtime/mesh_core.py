@@ -73,8 +73,7 @@ class MeshCore:
         groups: Its groups; None on a rank that the mesh leaves out.
         devices: The device of each rank.
         layout_cache: Layouts, and ways between them, of the mesh as it is.
-        moves: Of calls of ``redistribute``: what is to be done, by the layout's identity, the text,
-            and the array's shape and dtype.
+        moves: What calls of ``redistribute`` do, by what the array is and the text.
         dispatch: What was decided for calls of functions of its split arrays.
         closed: Whether it was closed.
         compared: How many calls of functions of split arrays were compared on it.

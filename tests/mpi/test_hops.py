@@ -13,7 +13,7 @@ MOST = {
     "all_reduce, planned": (1, 1),
     "barrier": (3, 2),
     "send and recv": (4, 2),
-    "redistribute": (6, 2),
+    "redistribute": (6, 3),
     "x + y": (0, 0),
     "x @ w": (0, 0),
     "halo exchange": (4, 2),
