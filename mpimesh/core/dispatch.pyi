@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 from mpimesh.core.pool import Pool
@@ -32,6 +33,7 @@ class Entry:
         options: tuple[Any, ...] = (),
         names: tuple[str, ...] = (),
         cuts: tuple[Any, ...] = (),
+        bring: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None,
     ) -> None: ...
     @property
     def local(self) -> tuple[int, ...]: ...

@@ -117,9 +117,10 @@ cdef class Entry:
         options: The kernel's further arguments.
         names: Names of the last of these.
         cuts: For each operand the key that takes its part; None for all of it. Empty if all are whole.
+        bring: Returns the blocks of all operands, which it gets in a tuple, where some have to move. Collective.
     """
 
-    cdef object kernel
+    cdef object kernel, bring
     cdef tuple options, names, cuts
     cdef Spec spec
     cdef readonly object local
@@ -131,12 +132,21 @@ cdef class Entry:
     OUT = _OUT
 
     def __init__(
-        self, int way, kernel, int count, Spec spec not None, tuple local not None, tuple options=(), tuple names=(), tuple cuts=()
+        self,
+        int way,
+        kernel,
+        int count,
+        Spec spec not None,
+        tuple local not None,
+        tuple options=(),
+        tuple names=(),
+        tuple cuts=(),
+        bring=None,
     ):
         cdef int axis
         if len(local) > MOST_AXES or count + len(options) > MOST_ARGUMENTS:
             raise ValueError("too many axes or arguments")
-        self.way, self.kernel, self.count, self.spec = way, kernel, count, spec
+        self.way, self.kernel, self.count, self.spec, self.bring = way, kernel, count, spec, bring
         self.local, self.options, self.names, self.cuts, self.ndim = local, options, names, cuts, len(local)
         self.named = len(names)
         self.nbytes = spec.dtype.itemsize
@@ -160,9 +170,13 @@ cdef class Entry:
         """Do the call on the blocks of `operands`; return the result as a new array, or `into`."""
         cdef PyObject *blocks[MOST_ARGUMENTS]
         cdef list parts = None
-        cdef object out = None, made, one
+        cdef object out = None, brought = None, made, one
         cdef int number, n = self.count
-        for number in range(n):
+        if self.bring is not None:
+            brought = self.bring(tuple([<object>operands[number] for number in range(n)]))
+            for number in range(n):
+                blocks[number] = PyTuple_GET_ITEM(brought, number)
+        for number in range(0 if self.bring is not None else n):
             one = <object>operands[number]
             if type(one) is _split:
                 one = (<SplitArray>one)._block

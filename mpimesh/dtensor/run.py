@@ -321,7 +321,7 @@ def planned(
     into: DTensor | None = None,
     refuses: bool = False,
 ) -> Entry | None:
-    """Return what is to be done for a kind of call, if nothing moves and no rank may raise alone.
+    """Return what is to be done for a kind of call, if no rank may raise alone.
 
     Args:
         kernel: Works on the blocks, and on `options` after them.
@@ -345,11 +345,18 @@ def planned(
     spec = mesh._core.dispatch.spec(placed.layout, shape, kind)
     if into is not None and (into.shape != shape or spec is not into._spec):
         return None
+    if any(
+        one.layout != goal and _moves(one, goal)
+        for one, goal in zip(operands, placed.inputs, strict=True)
+        if isinstance(one, DTensor)
+    ):
+        if any(0 in extent(box) for box in placed.boxes):
+            return None  # of no elements
+        bring = partial(_brought, goals=placed.inputs, rank=mesh.rank)
+        return Entry(way, kernel, len(operands), spec, placed.local, options, names, (), bring)
     cuts: list[Any] = []
-    for one, goal, box in zip(operands, placed.inputs, placed.boxes, strict=True):
+    for one, box in zip(operands, placed.boxes, strict=True):
         is_split = isinstance(one, DTensor)
-        if is_split and one.layout != goal and _moves(one, goal):
-            return None
         block = one.local if is_split else one
         here = one.layout.box(one.shape, mesh.rank) if is_split else whole(shape_of(one))
         cuts.append(None if here == box else _cut_key(box, here))
