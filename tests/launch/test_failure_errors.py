@@ -55,6 +55,24 @@ def test_a_rank_that_waits_while_the_others_end_the_block_is_told_without_checks
     names(result.stderr, *told)
 
 
+def test_ranks_of_other_groups_learn_that_a_rank_waits_for_one_that_ends_the_block(launch):
+    text = """
+    try:
+        with mm.DeviceMesh("dp=2,tp=2") as mesh:
+            if mesh.rank == 0:
+                mesh.group("tp").all_reduce(np.ones(3)).resolve()
+    except mm.errors.MpimeshError as error:
+        print(f"{type(error).__name__} on {RANK}: {error}", flush=True)
+    """
+    result = run(launch, text, nprocs=4)
+    found = "rank 0: all_reduce(shape (3,), float64, sum); rank 1: close() of the mesh"
+    kinds = ["MismatchError"] * 2 + ["PeerLostError"] * 2
+    for rank, kind in enumerate(kinds):
+        names(result.stdout, f"{kind} on {rank}")
+    assert result.stdout.count(found) == 4, str(result)
+    assert result.stdout.count("left the mesh by MismatchError") == 2, str(result)
+
+
 @pytest.mark.parametrize("before", ["", *deep("from mpi4py import MPI")])
 def test_a_setting_that_cannot_be_is_told_once(launch, before):
     text = f"{before}\nimport mpimesh as mm\nmm.DeviceMesh('dp=-1')"
