@@ -380,7 +380,7 @@ cdef class Window:
         """Bind an exchange of boxes.
 
         Args:
-            source: This rank's block; None if it gives nothing.
+            source: This rank's block, which must stay as it is until the exchange is over; None if it gives nothing.
             target: What it takes into; None if it takes nothing.
             boxes: What it gives and takes.
             beside: More arrays that it takes into, as the boxes say.
@@ -592,6 +592,8 @@ cdef int _cut(Boxes boxes, NodeBox *to, shape, box, uint64_t item) except -1:
         stride *= size
     if len(lengths) > BOX_DIMS:
         raise TransportError(f"boxes have {BOX_DIMS} axes at most, not {len(lengths)}")
+    if not to.bytes:
+        raise TransportError(f"a box has an element at least, not {box}")
     to.n = len(lengths)
     dims = <uint64_t *>boxes.memory(2 * to.n, sizeof(uint64_t))
     for place in range(to.n):
