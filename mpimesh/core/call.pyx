@@ -391,7 +391,7 @@ cdef class Handle:
         self._end(False)
         return self._value
 
-    def give(self, value):
+    def _give(self, value):
         """Let :meth:`resolve` give `value`, which is there when the result is; return this handle."""
         if self._finish is not None:
             return self.map(lambda _: value)
@@ -742,8 +742,9 @@ cdef class Starter:
             return None
         if plan.also is not None or plan.tally is None or not self.ready():
             return None
-        if type(prepared.value) is cnp.ndarray and not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>prepared.value):
-            return None
+        for target in (prepared.value, (<Bound>prepared.begin).recv):
+            if type(target) is cnp.ndarray and not cnp.PyArray_ISWRITEABLE(<cnp.ndarray>target):
+                return None
         handle = self.launch(plan, (<Bound>prepared.begin).operation(), call, prepared.value)
         prepared.busy, call.ended, handle._prepared = True, False, prepared
         return handle

@@ -738,6 +738,7 @@ cdef class Operation:
         self.window.sweep()
         if self.c.state != NODE_DONE or (self.c.misfit and self.c.boxes != NULL):
             raise self._error()
+        self.send = self.recv = self.bound = None  # the engine, or a program, may keep it for a while
         return True
 
     @property

@@ -259,7 +259,7 @@ class Redistribution:
             out = self._empty(mesh)
             method: Callable[..., CollectiveTensor] = getattr(group, name)
             started = method(block, *arguments, **options, out=out)
-            given: CollectiveTensor = started.give(finish(out))
+            given: CollectiveTensor = started._give(finish(out))
             return given
         if self.boxes is None or self.record is None or not block.flags.c_contiguous:
             return None
