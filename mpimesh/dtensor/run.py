@@ -325,7 +325,7 @@ def planned(
 
     Args:
         kernel: Works on the blocks, and on `options` after them.
-        operands: Split arrays, at least one, numbers, and plain arrays.
+        operands: Split arrays, numbers, and plain arrays.
         pattern: The operation.
         shape: The global shape of the result.
         kind: Its dtype.
@@ -335,9 +335,11 @@ def planned(
         into: What the result goes into.
         refuses: Whether the kernel may raise for some numbers; see :func:`run`.
     """
-    mesh = common_mesh(operands)
-    placed = _cheapest(operands, pattern, shape, [kind], [into], mesh.rank)
     arrays = [one for one in operands if isinstance(one, DTensor)]
+    if not arrays:
+        return None  # only what the result goes into is one
+    mesh = common_mesh(arrays)
+    placed = _cheapest(operands, pattern, shape, [kind], [into], mesh.rank)
     if len(arrays) < len(operands) and any(one.layout.partial_op for one in arrays):
         return None  # others may count by their values, and on one rank alone
     if placed.local is None or (refuses and not placed.alike):

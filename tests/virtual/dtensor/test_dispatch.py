@@ -250,6 +250,23 @@ def test_keys_that_come_again_give_what_numpy_gives(dims):
     assert found == [[]] * len(found)
 
 
+def test_what_is_not_split_may_go_into_a_split_array():
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            for placements in ("S0", "S1", "R"):
+                x = mm.zeros((4, 6), mesh, placements)
+                a, b = np.arange(12.0).reshape(4, 3), np.arange(18.0).reshape(3, 6)
+                for _ in range(2):
+                    np.add(1.0, 2.0, out=x)
+                    assert np.array_equal(x.full(), np.full((4, 6), 3.0))
+                    np.negative(np.arange(6.0), out=x)
+                    assert np.array_equal(x.full(), np.tile(-np.arange(6.0), (4, 1)))
+                    np.matmul(a, b, out=x)
+                    assert np.array_equal(x.full(), a @ b)
+
+    mm.run_virtual(2, main)
+
+
 def test_a_result_has_a_block_of_its_own():
     def main(mesh):
         x = mm.ones((4, 4), mesh, "S0")
