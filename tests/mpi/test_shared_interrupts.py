@@ -50,11 +50,12 @@ def test_an_interrupted_wait_goes_on_where_it_was(comm, kind):
             assert (x == sum(range(1, comm.size + 1))).all()
 
 
+class Bang(Exception):
+    """What the handler raises; one class, for Python code that collects classes would drop it."""
+
+
 def interrupted_all_reduce(group, x, delay_s):
     """Reduce `x` in place while a signal's handler raises after a while; return the result."""
-
-    class Bang(Exception):
-        pass
 
     def handle(number, frame):
         raise Bang
