@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from operator import index
 from typing import Any, SupportsIndex
@@ -15,10 +15,13 @@ from mpimesh.arguments import as_flag, as_shape, shown
 from mpimesh.arrays import DType, DTypeLike, HostArray
 from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.comm import Request, Steps
-from mpimesh.comm.regions import copy_own
+from mpimesh.comm.regions import copy_own, moves_in_memory, near_and_far
+from mpimesh.core.call import PlanRecord
+from mpimesh.core.node import Boxes
 from mpimesh.dtensor.consistency import compare_call, number_text, numbered
 from mpimesh.dtensor.defaults import as_live
 from mpimesh.dtensor.dtensor import DTensor
+from mpimesh.dtensor.redistribute import exchange_record
 from mpimesh.errors import DTypeError, LayoutError, RankError, ShapeError
 from mpimesh.layout import Box, HaloPlan, Layout, PlacementLike, Regions, plan_halo
 from mpimesh.layout.boxes import slices, view, volume
@@ -416,7 +419,7 @@ def shift(
             f"{x!r} holds summands, and what comes in at an end would count once for each: shift "
             f"x.redistribute(...) without Partial"
         )
-    mesh, shape = x.mesh, x.shape
+    mesh = x.mesh
     number = compare_call(mesh, "shift", (x, moved, wrap, filling))
     block: HostArray | None = None
     source: HostArray | None = None
@@ -425,22 +428,49 @@ def shift(
         block = mesh.shared_empty(source.shape, x.dtype)
         if filling is not None:
             _fill_ends(block, filling, x, moved)
-    rule = f"shape {shape}, {x.dtype}, {x.layout}, steps {moved}, wrap {wrap}"
-    reading = _prepared(mesh.rank, x.layout, shape, moved, wrap)
-    reading.once(mesh, "shift", rule, source, block)
-    return numbered(DTensor(mesh, x.layout, shape, x.dtype, block), number)
+    key = x._spec, "shift", moved, wrap
+    known: _Shift | None = mesh._core.moves.get(key)
+    if known is None:
+        known = mesh._core.moves[key] = _Shift(x, moved, wrap=wrap)
+    made = DTensor._of_block(mesh, x.layout, x.shape, x.dtype, block)
+    known.do(mesh, source, block)
+    return numbered(made, number)
 
 
-@lru_cache(maxsize=64)
-def _prepared(
-    rank: int, layout: Layout, shape: tuple[int, ...], steps: tuple[int, ...], wrap: bool
-) -> Reading:
-    """Return what `rank` has to do; the same object for the same question."""
-    return Reading.prepare(
-        rank,
-        shift_reads(layout, shape, steps, wrap),
-        lambda other: layout.box(shape, other),
-    )
+class _Shift:
+    """One rank's part in shifts of arrays of one spec by the same steps."""
+
+    __slots__ = ("_boxes", "_reading", "_record", "_rule")
+
+    def __init__(self, x: DTensor, steps: tuple[int, ...], *, wrap: bool) -> None:
+        mesh, layout, shape = x.mesh, x.layout, x.shape
+        self._rule = f"shape {shape}, {x.dtype}, {layout}, steps {steps}, wrap {wrap}"
+        reads = shift_reads(layout, shape, steps, wrap)
+        self._reading = reading = Reading.prepare(
+            mesh.rank, reads, lambda other: layout.box(shape, other)
+        )
+        self._record: PlanRecord | None = None
+        self._boxes: Boxes | None = None
+        if not reading.moves or not x.is_member or mesh._core.context.settings.checks:
+            return
+        core, kind = mesh.group()._core, (x.local.shape, x.dtype)
+        if core.size > 1 and core.communicator.window is not None and moves_in_memory(kind, kind):
+            ranks = range(core.size)
+            plan = near_and_far(reading.regions, core.rank or 0, core.size, ranks, kind, kind)
+            received = [(place, count * x.itemsize, 1) for place, count in reading.received]
+            counts = reading.sent * x.itemsize, tuple(chain.from_iterable(received))
+            self._record = exchange_record(core, "shift", self._rule, *counts)
+            self._boxes = plan.boxes
+
+    def do(self, mesh: DeviceMesh, source: HostArray | None, block: HostArray | None) -> None:
+        """Shift a block into another one. Collective, and waits."""
+        if self._record is not None and self._boxes is not None:
+            core = mesh.group()._core
+            started = core.exchange(self._record, self._boxes, source, block, block)
+            if started is not None:
+                started.resolve()
+                return
+        self._reading.once(mesh, "shift", self._rule, source, block)
 
 
 def _steps_of(steps: Any, axis: Any, ndim: int) -> tuple[int, ...]:

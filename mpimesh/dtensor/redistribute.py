@@ -27,11 +27,13 @@ from mpimesh.layout import (
 from mpimesh.layout.boxes import extent, view, volume
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
+from mpimesh.runtime.group_core import GroupCore
 from mpimesh.runtime.operands import AgreedSizes
 from mpimesh.runtime.persistent import Persistent, PersistentCollective, plan_exchange
 from mpimesh.runtime.traffic import sparse
 
 __all__ = [
+    "exchange_record",
     "fitting_layout",
     "identity_of",
     "moves_between_ranks",
@@ -77,6 +79,24 @@ def redistribution(
         _check_goal(mesh, goal)
     key = ("redistribute", source, target, goal is mesh, shape, dtype)
     return _cached(mesh, key, _prepared, mesh, source, goal, target, shape, dtype)
+
+
+def exchange_record(
+    core: GroupCore, name: str, rule: str, sent_bytes: int, received: tuple[int, ...]
+) -> PlanRecord:
+    """Return how the starts of an exchange are counted and compared, as of a composed one. Local.
+
+    Args:
+        core: The ranks.
+        name: What it is called in messages and counts.
+        rule: What must agree over ranks.
+        sent_bytes: What others get from this rank.
+        received: What it gets: the place of a rank, bytes and messages, one after the other.
+    """
+    record = PlanRecord(sent_bytes, (sparse, received) if received else None, unequal=True)
+    record.name, record.rule, record.kind = name, rule, ""
+    core.account(record, name, (name, rule, None, ""))
+    return record
 
 
 def check_max_bytes(max_bytes: int) -> None:
@@ -244,11 +264,8 @@ class Redistribution:
             return
         ranks = range(core.size)
         self.boxes = near_and_far(stage.regions, core.rank, core.size, ranks, block, out).boxes
-        receives = (sparse, self.received) if self.received else None
-        record = PlanRecord(self.sent_bytes, receives, unequal=True)
-        record.name, record.rule, record.kind = "redistribute", self.rule, ""
-        core.account(record, "redistribute", ("redistribute", self.rule, None, ""))
-        self.record = record
+        counts = self.sent_bytes, self.received
+        self.record = exchange_record(core, "redistribute", self.rule, *counts)
 
     def _start_once(
         self, mesh: DeviceMesh, block: HostArray, finish: Callable[[HostArray], Any]

@@ -254,7 +254,7 @@ def test_what_is_not_split_may_go_into_a_split_array():
     def main():
         with mm.DeviceMesh("a=2") as mesh:
             for placements in ("S0", "S1", "R"):
-                x = mm.zeros((4, 6), mesh, placements)
+                x: Any = mm.zeros((4, 6), mesh, placements)
                 a, b = np.arange(12.0).reshape(4, 3), np.arange(18.0).reshape(3, 6)
                 for _ in range(2):
                     np.add(1.0, 2.0, out=x)
