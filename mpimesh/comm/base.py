@@ -344,16 +344,16 @@ class NodeCommunicator(Communicator):
     ) -> Callable[[], Request | Steps]:
         """Return what starts a collective of these arrays, as often as wanted."""
         window = self.window
+        if name == "exchange_regions":
+            source, target, regions, *_ = arguments
+            kinds = kind_of(source), kind_of(target)
+            if window is None or not moves_in_memory(*kinds):
+                return partial(Communicator.exchange_regions, self, *arguments)
+            check_contiguous(self.rank, source, target)
+            plan = near_and_far(regions, self.rank, self.size, range(self.size), *kinds)
+            return window.exchange(source, target, plan.boxes)  # without memory for messages
         if window is None or algorithm not in (None, "node"):
             return super().prepare(name, arguments, algorithm)
-        if name == "exchange_regions":
-            source, target, regions, *_ = arguments  # it takes no memory for messages
-            check_contiguous(self.rank, source, target)
-            kinds = kind_of(source), kind_of(target)
-            if not moves_in_memory(*kinds):
-                return super().prepare(name, arguments)
-            plan = near_and_far(regions, self.rank, self.size, range(self.size), *kinds)
-            return window.exchange(source, target, plan.boxes)
         bound: Callable[[], Request] = getattr(window, name)(*arguments)
         return bound
 
@@ -365,9 +365,7 @@ class NodeCommunicator(Communicator):
         max_bytes: int = 0,
     ) -> Any:
         """Copy or reduce boxes of the ranks' blocks into boxes of each rank's target."""
-        if self.window is None or not moves_in_memory(kind_of(source), kind_of(target)):
-            return super().exchange_regions(source, target, regions, max_bytes)
-        return self.prepare("exchange_regions", (source, target, regions))()
+        return self.prepare("exchange_regions", (source, target, regions, max_bytes))()
 
     def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Any:
         """Reduce over all ranks into `recv` on each; ``send=None`` means `recv` is the input."""

@@ -200,7 +200,7 @@ def _is_number(dtype: DType) -> bool:
 
 
 class NearAndFar(NamedTuple):
-    """What a rank takes and gives in memory that it shares, and what goes by messages.
+    """The plan of one rank's exchange: boxes in memory that it shares, and regions by messages.
 
     Attributes:
         boxes: What is taken and given in memory.

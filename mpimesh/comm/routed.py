@@ -253,19 +253,6 @@ class RoutedCommunicator(NodeCommunicator, MPICommunicator):
             return self._levels is not None and name == "all_reduce"
         return super().has_algorithm(name, algorithm)
 
-    def exchange_regions(
-        self,
-        source: HostArray | None,
-        target: HostArray | None,
-        regions: Regions,
-        max_bytes: int = 0,
-    ) -> Request | Steps:
-        """Copy or reduce boxes of the ranks' blocks into boxes of each rank's target."""
-        if self._levels is None or not moves_in_memory(kind_of(source), kind_of(target)):
-            started: Request | Steps = super().exchange_regions(source, target, regions, max_bytes)
-            return started
-        return self._exchange_over_nodes(source, target, regions, max_bytes)()
-
     def _exchange_over_nodes(
         self,
         source: HostArray | None,

@@ -15,13 +15,13 @@ from mpimesh.arguments import as_flag, as_shape, shown
 from mpimesh.arrays import DType, DTypeLike, HostArray
 from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.comm import Request, Steps
-from mpimesh.comm.regions import copy_own, moves_in_memory, near_and_far
+from mpimesh.comm.regions import copy_own
 from mpimesh.core.call import PlanRecord
 from mpimesh.core.node import Boxes
 from mpimesh.dtensor.consistency import compare_call, number_text, numbered
 from mpimesh.dtensor.defaults import as_live
 from mpimesh.dtensor.dtensor import DTensor
-from mpimesh.dtensor.redistribute import exchange_record
+from mpimesh.dtensor.redistribute import window_exchange
 from mpimesh.errors import DTypeError, LayoutError, RankError, ShapeError
 from mpimesh.layout import Box, HaloPlan, Layout, PlacementLike, Regions, plan_halo
 from mpimesh.layout.boxes import slices, view, volume
@@ -440,7 +440,7 @@ def shift(
 class _Shift:
     """One rank's part in shifts of arrays of one spec by the same steps."""
 
-    __slots__ = ("_boxes", "_reading", "_record", "_rule")
+    __slots__ = ("_exchange", "_reading", "_rule")
 
     def __init__(self, x: DTensor, steps: tuple[int, ...], *, wrap: bool) -> None:
         mesh, layout, shape = x.mesh, x.layout, x.shape
@@ -449,24 +449,20 @@ class _Shift:
         self._reading = reading = Reading.prepare(
             mesh.rank, reads, lambda other: layout.box(shape, other)
         )
-        self._record: PlanRecord | None = None
-        self._boxes: Boxes | None = None
-        if not reading.moves or not x.is_member or mesh._core.context.settings.checks:
+        self._exchange: tuple[PlanRecord, Boxes] | None = None
+        if not reading.moves or not x.is_member:
             return
         core, kind = mesh.group()._core, (x.local.shape, x.dtype)
-        if core.size > 1 and core.communicator.window is not None and moves_in_memory(kind, kind):
-            ranks = range(core.size)
-            plan = near_and_far(reading.regions, core.rank or 0, core.size, ranks, kind, kind)
-            received = [(place, count * x.itemsize, 1) for place, count in reading.received]
-            counts = reading.sent * x.itemsize, tuple(chain.from_iterable(received))
-            self._record = exchange_record(core, "shift", self._rule, *counts)
-            self._boxes = plan.boxes
+        received = [(place, count * x.itemsize, 1) for place, count in reading.received]
+        counts = reading.sent * x.itemsize, tuple(chain.from_iterable(received))
+        self._exchange = window_exchange(
+            core, "shift", self._rule, reading.regions, kind, kind, *counts
+        )
 
     def do(self, mesh: DeviceMesh, source: HostArray | None, block: HostArray | None) -> None:
         """Shift a block into another one. Collective, and waits."""
-        if self._record is not None and self._boxes is not None:
-            core = mesh.group()._core
-            started = core.exchange(self._record, self._boxes, source, block, block)
+        if self._exchange is not None:
+            started = mesh.group()._core.exchange(*self._exchange, source, block, block)
             if started is not None:
                 started.resolve()
                 return

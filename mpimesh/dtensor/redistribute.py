@@ -21,6 +21,7 @@ from mpimesh.layout import (
     Placement,
     PlacementLike,
     RedistributionPlan,
+    Regions,
     Stage,
     plan_redistribution,
 )
@@ -33,12 +34,12 @@ from mpimesh.runtime.persistent import Persistent, PersistentCollective, plan_ex
 from mpimesh.runtime.traffic import sparse
 
 __all__ = [
-    "exchange_record",
     "fitting_layout",
     "identity_of",
     "moves_between_ranks",
     "plan_redistribute",
     "redistribution",
+    "window_exchange",
 ]
 
 P = ParamSpec("P")
@@ -81,22 +82,40 @@ def redistribution(
     return _cached(mesh, key, _prepared, mesh, source, goal, target, shape, dtype)
 
 
-def exchange_record(
-    core: GroupCore, name: str, rule: str, sent_bytes: int, received: tuple[int, ...]
-) -> PlanRecord:
-    """Return how the starts of an exchange are counted and compared, as of a composed one. Local.
+def window_exchange(
+    core: GroupCore,
+    name: str,
+    rule: str,
+    regions: Regions,
+    source: tuple[tuple[int, ...], DType],
+    target: tuple[tuple[int, ...], DType],
+    sent_bytes: int,
+    received: tuple[int, ...],
+) -> tuple[PlanRecord, Boxes] | None:
+    """Return the plan of an exchange that one operation of a window does; None for others. Local.
 
     Args:
         core: The ranks.
         name: What it is called in messages and counts.
         rule: What must agree over ranks.
+        regions: What this rank takes and gives.
+        source: The shape and dtype of its block.
+        target: Those of what it takes into.
         sent_bytes: What others get from this rank.
         received: What it gets: the place of a rank, bytes and messages, one after the other.
+
+    Returns:
+        How its starts are counted and compared, as those of a composed one; and the boxes.
     """
+    if core.rank is None or core.communicator.window is None:
+        return None
+    if not moves_in_memory(source, target):
+        return None
+    boxes = near_and_far(regions, core.rank, core.size, range(core.size), source, target).boxes
     record = PlanRecord(sent_bytes, (sparse, received) if received else None, unequal=True)
     record.name, record.rule, record.kind = name, rule, ""
     core.account(record, name, (name, rule, None, ""))
-    return record
+    return record, boxes
 
 
 def check_max_bytes(max_bytes: int) -> None:
@@ -202,8 +221,7 @@ class Redistribution:
         sent_bytes: What others get from this rank.
         received: What this rank gets: the place of a rank, bytes and messages, one after the other.
         rule: What must agree over ranks.
-        record: How its starts are counted and compared, once one of them has been.
-        boxes: What this rank takes and gives, if one exchange between its blocks is all.
+        exchange: What is to be started, if one exchange between this rank's blocks is all.
         way: The collective that does it all, if one does, and its arguments.
     """
 
@@ -215,8 +233,7 @@ class Redistribution:
     sent_bytes: int
     received: tuple[int, ...]
     rule: str
-    record: PlanRecord | None = None
-    boxes: Boxes | None = None
+    exchange: tuple[PlanRecord, Boxes] | None = None
     way: tuple[ProcessGroup, str, tuple[Any, ...], dict[str, Any]] | None = None
 
     def start(
@@ -253,19 +270,18 @@ class Redistribution:
 
     def bind(self, rank: int) -> None:
         """Work out what each start needs, where one exchange between two blocks is all. Local."""
-        core, source = self.group._core, self.plan.source_block(rank)
-        if core.rank is None or core.communicator.window is None or source is None:
+        source = self.plan.source_block(rank)
+        if source is None or not self.moves or len(self.stages) > 1:
             return
-        stage, alone = self.stages[0], self.moves and len(self.stages) == 1
-        if not alone or stage.divisor > 1 or stage.fill or stage.in_place or stage.shape is None:
+        stage = self.stages[0]
+        if stage.divisor > 1 or stage.fill or stage.in_place or stage.shape is None:
             return
-        block, out = ((extent(source), self.dtype), (stage.shape, self.dtype))
-        if not moves_in_memory(block, out):
-            return
-        ranks = range(core.size)
-        self.boxes = near_and_far(stage.regions, core.rank, core.size, ranks, block, out).boxes
+        kinds = (extent(source), self.dtype), (stage.shape, self.dtype)
         counts = self.sent_bytes, self.received
-        self.record = exchange_record(core, "redistribute", self.rule, *counts)
+        core = self.group._core
+        self.exchange = window_exchange(
+            core, "redistribute", self.rule, stage.regions, *kinds, *counts
+        )
 
     def _start_once(
         self, mesh: DeviceMesh, block: HostArray, finish: Callable[[HostArray], Any]
@@ -278,11 +294,11 @@ class Redistribution:
             started = method(block, *arguments, **options, out=out)
             given: CollectiveTensor = started._give(finish(out))
             return given
-        if self.boxes is None or self.record is None or not block.flags.c_contiguous:
+        if self.exchange is None or not block.flags.c_contiguous:
             return None
         out = self._empty(mesh)
         core: Starter[CollectiveTensor] = self.group._core
-        return core.exchange(self.record, self.boxes, block, out, finish(out))
+        return core.exchange(*self.exchange, block, out, finish(out))
 
     def planned(
         self,

@@ -290,7 +290,7 @@ class GradientBuckets:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a reduction over the replicas may start before the last gradient is there."""
+        """True if a reduction over the replicas may start before the last gradient is there."""
         return self._overlap and len(self._line.buckets) > 1
 
     @property

@@ -31,7 +31,7 @@ from mpimesh.parallel.task import NO_TASK, Task, check_gradient, check_output, f
 from mpimesh.schedule import Action, ActionKind, Edges
 from mpimesh.trace import Category, Tracer
 
-__all__ = ["LOOK_EVERY_S", "Executor", "result_memory"]
+__all__ = ["LOOK_EVERY_S", "Executor", "loss_or_output", "result_memory"]
 
 
 _POOLED_FROM_BYTES = 1 << 18
@@ -211,19 +211,8 @@ class Executor:
     def _end_forward(self, stage: int, microbatch: int, y: Tree) -> None:
         """Keep an output, or compute its loss; in training keep the gradient for its backward."""
         task = self._task
-        rows = task.num_rows(microbatch)
-        if getattr(y, "shape", ())[:1] != (rows,):
-            leaves, interface = check_output(y, stage=stage, rows=rows, interface=None)
-            y = interface.structure.unflatten(leaves)
-        if not task.training and task.loss is None:
-            self.outputs[microbatch] = y
-            return
-        if task.loss is None or task.target is None:
-            raise ModuleStateError("the last stage got no loss or no target")
-        value, gradient = task.loss.value_and_grad(
-            y, task.target[microbatch], denominator=task.denominator
-        )
-        self.loss += float(value)
+        loss, gradient = loss_or_output(task, stage, microbatch, y, self.outputs)
+        self.loss += loss
         if task.training and stage >= task.first_trained:
             self._loss_gradients[microbatch] = gradient
 
@@ -323,6 +312,25 @@ class Executor:
             self._outputs[far, stage, microbatch] = structure.unflatten(leaves)
         else:
             self._gradients[way] = leaves
+
+
+def loss_or_output(
+    task: Task, stage: int, microbatch: int, y: Tree, outputs: dict[int, Tree]
+) -> tuple[float, Any]:
+    """Return the loss of what the last stage gave, and its gradient; or keep it in `outputs`."""
+    rows = task.num_rows(microbatch)
+    if getattr(y, "shape", ())[:1] != (rows,):
+        leaves, interface = check_output(y, stage=stage, rows=rows, interface=None)
+        y = interface.structure.unflatten(leaves)
+    if not task.training and task.loss is None:
+        outputs[microbatch] = y
+        return 0.0, None
+    if task.loss is None or task.target is None:
+        raise ModuleStateError("the last stage got no loss or no target")
+    value, gradient = task.loss.value_and_grad(
+        y, task.target[microbatch], denominator=task.denominator
+    )
+    return float(value), gradient
 
 
 def result_memory(pool: ArrayPool, shape: tuple[int, ...], dtype: DType) -> Array | None:

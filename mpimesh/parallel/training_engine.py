@@ -310,7 +310,7 @@ class TrainingEngine:
 
     @property
     def meets_at_end(self) -> bool:
-        """Whether the ranks need nothing of each other before the end of a step.
+        """True if the ranks need nothing of each other before the end of a step.
 
         Then its status can compare what they were given. Alike on all of them, whatever that is.
         """

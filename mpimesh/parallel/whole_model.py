@@ -17,10 +17,10 @@ import numpy as np
 from mpimesh.arrays.memory import ArrayPool
 from mpimesh.errors import ModuleStateError
 from mpimesh.nn import Context
-from mpimesh.parallel.executor import LOOK_EVERY_S, result_memory
+from mpimesh.parallel.executor import LOOK_EVERY_S, loss_or_output, result_memory
 from mpimesh.parallel.microbatch import Tree
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.task import Task, check_output
+from mpimesh.parallel.task import Task
 from mpimesh.schedule import Action, ActionKind
 from mpimesh.trace import Category, Tracer
 
@@ -114,19 +114,8 @@ class WholeModel:
             else _NO_SPAN
         ):
             y = stage.forward(x, context)
-            num_rows = rows.stop - rows.start
-            if getattr(y, "shape", ())[:1] != (num_rows,):
-                leaves, interface = check_output(y, stage=0, rows=num_rows, interface=None)
-                y = interface.structure.unflatten(leaves)
-            if not task.training and task.loss is None:
-                self.outputs[microbatch] = y
-                return
-            if task.loss is None or task.target is None:
-                raise ModuleStateError("the last stage got no loss or no target")
-            value, gradient = task.loss.value_and_grad(
-                y, task.target[microbatch], denominator=task.denominator
-            )
-            self.loss += float(value)
+            loss, gradient = loss_or_output(task, 0, microbatch, y, self.outputs)
+            self.loss += loss
             if context is not None and not task.first_trained:
                 self._gradients[microbatch] = gradient
 
